@@ -20,7 +20,7 @@ from danlu.adapters.combine import Combination
 from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
-from danlu.core.errors import ModelError
+from danlu.core.errors import ModelError, RecipeError
 from danlu.inference.load_adapted import load_adapted_model
 from danlu.inference.resolve_model import ResolvedModel
 from danlu.models.loading import load
@@ -40,10 +40,14 @@ KINDS: dict[str, Any] = {
     "dora olora": peft.LoraConfig(**LORA, use_dora=True, init_lora_weights="olora"),
     "vera": peft.VeraConfig(target_modules=["q_proj", "up_proj"], r=7),
     "ia3": peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(target_modules=["q_proj", "up_proj"], r=3, alpha=5),
+    "lokr": peft.LoKrConfig(target_modules=["q_proj", "up_proj"], r=2, alpha=5, decompose_both=True),
+    "lokr of whole factors": peft.LoKrConfig(target_modules=["q_proj", "up_proj"], r=16, rank_pattern={"up_proj": 1}),
+    "adalora": peft.AdaLoraConfig(target_modules=["q_proj", "up_proj"], init_r=5, total_step=10, lora_alpha=3),
     "prompt": peft.PromptTuningConfig(num_virtual_tokens=3),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=3),
 }
-LORAS = [kind for kind, config in KINDS.items() if isinstance(config, peft.LoraConfig) and not config.use_dora]
+LORAS = [kind for kind, config in KINDS.items() if type(config) is peft.LoraConfig and not config.use_dora]
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +139,28 @@ def test_training_starts_where_peft_left_off(base: Path, saved: dict[str, tuple[
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
     if kind not in ("prompt", "prefix"):
         assert close(logits(merged_model(model, device=CPU), TOKENS), expected)
+
+
+@pytest.mark.parametrize("kind", ["OFT", "BOFT", "HRA"])
+def test_kinds_that_are_no_sum_are_refused_by_name(
+    saved: dict[str, tuple[Path, Tensor]], tmp_path: Path, kind: str
+) -> None:
+    folder = copytree(saved["loha"][0], tmp_path / "other")
+    changed(folder, CONFIG, peft_type=kind)
+    with pytest.raises(ModelError, match=f"peft_type '{kind}' is not supported; .* Merge it with PEFT"):
+        merge([folder], tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", [{"lora_bias": True}, {"use_dora": True, "target_modules": ["embed_tokens"]}])
+def test_settings_that_danlu_does_not_compute_are_refused_by_name(
+    base: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    model = hugging_face(base)
+    for name, module in model.named_modules():
+        if name.endswith("q_proj") and "lora_bias" in change:  # PEFT wants a bias of the base
+            module.bias = torch.nn.Parameter(torch.zeros(module.out_features))
+    config = peft.LoraConfig(**{**LORA, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **change})
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    message = "lora_bias is True, which danlu does not support|dora cannot sit on an embedding"
+    with pytest.raises((ModelError, RecipeError), match=message):
+        merge([tmp_path / "theirs"], tmp_path / "out", into=base)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModel
 
 from danlu.core.errors import ModelError
 from danlu.models import loading, safetensors_io
@@ -151,3 +153,18 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tiny_model: Callable
     check_vocabulary(config, 131)
     with pytest.raises(ModelError, match="the tokenizer has 132 tokens, the model embeds only 131"):
         check_vocabulary(config, 132)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_of_a_model_without_its_head_has_names_without_a_prefix(tmp_path: Path, tied: bool) -> None:
+    """As transformers' LlamaModel writes it; a head that is missing is named."""
+    model = tiny_model(tie_word_embeddings=tied)
+    save(model, tmp_path / "whole")
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "bare")
+    assert all(not name.startswith("model.") for name in load_file(tmp_path / "bare" / "model.safetensors"))
+    if not tied:
+        with pytest.raises(ModelError, match="lm_head.weight: missing"):
+            load(tmp_path / "bare")
+        return
+    for name, parameter in load(tmp_path / "bare").named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))

@@ -19,21 +19,40 @@ WEIGHTS = "adapter_model.safetensors"
 DANLU = "danlu.json"
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 """Kinds of quantization that a recipe may ask for."""
-PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
+PEFT_TYPES = (
+    "ADALORA",
+    "DANLU_BOTTLENECK",
+    "DANLU_MORA",
+    "IA3",
+    "LOHA",
+    "LOKR",
+    "LORA",
+    "PREFIX_TUNING",
+    "PROMPT_TUNING",
+    "VERA",
+)
 """Kinds of adapter folders that are read: the keys of `peft_folder.FORMATS`."""
 _EVERY_KIND = (
     "auto_mapping base_model_name_or_path inference_mode modules_to_save peft_type peft_version revision task_type "
 )
 _TARGETED = _EVERY_KIND + "exclude_modules fan_in_fan_out layers_pattern layers_to_transform target_modules "
 _VIRTUAL = _EVERY_KIND + "num_attention_heads num_layers num_transformer_submodules num_virtual_tokens token_dim "
-_KEYS = {
-    "IA3": _TARGETED + "feedforward_modules init_ia3_weights",
-    "LORA": _TARGETED
-    + "alora_invocation_tokens alpha_pattern arrow_config bias corda_config ensure_weight_tying eva_config "
+_LORA = (
+    _TARGETED + "alora_invocation_tokens alpha_pattern arrow_config bias corda_config ensure_weight_tying eva_config "
     "init_lora_weights kasa_config layer_replication loftq_config lora_alpha lora_bias lora_dropout lora_ga_config "
     "megatron_config megatron_core monteclora_config qalora_group_size r rank_pattern runtime_config "
     "target_parameters trainable_token_indices use_bdlora use_dora use_qalora use_rslora velora_config "
-    "lora_dtype lorap_emb_lr lorap_lr_ratio",  # these three are ms-swift's, and of training alone
+    "lora_dtype lorap_emb_lr lorap_lr_ratio"  # these three are ms-swift's, and of training alone
+)
+_LYCORIS = (
+    _TARGETED + "alpha alpha_pattern init_weights module_dropout r rank_dropout rank_pattern use_effective_conv2d "
+)
+_KEYS = {
+    "IA3": _TARGETED + "feedforward_modules init_ia3_weights",
+    "LORA": _LORA,
+    "ADALORA": _LORA + " beta1 beta2 deltaT init_r orth_reg_weight target_r tfinal tinit total_step",
+    "LOHA": _LYCORIS,
+    "LOKR": _LYCORIS + "decompose_both decompose_factor rank_dropout_scale",
     "PREFIX_TUNING": _VIRTUAL + "encoder_hidden_size init_weights prefix_projection",
     "PROMPT_TUNING": _VIRTUAL + "prompt_tuning_init prompt_tuning_init_text tokenizer_kwargs tokenizer_name_or_path",
     "VERA": _TARGETED + "bias d_initial init_weights projection_prng_key r save_projection vera_dropout",
@@ -107,12 +126,13 @@ class AdapterFolder:
         file = self.path / "tokenizer.json"
         if not any(each >= rows for each in trained) or not file.is_file():
             return ()
-        entries = parse_json(file.read_bytes()).get("added_tokens") or ()
-        return tuple(
-            AddedToken(entry["content"], entry["id"], bool(entry.get("special")))
-            for entry in entries
-            if entry["id"] in trained and entry["id"] >= rows
-        )
+        entries = _json(file).get("added_tokens")
+        named = {
+            entry["id"]: AddedToken(str(entry.get("content")), entry["id"], bool(entry.get("special")))
+            for entry in (entries if isinstance(entries, list) else ())
+            if isinstance(entry, dict) and isinstance(entry.get("id"), int)
+        }
+        return tuple(named[each] for each in sorted(trained) if each >= rows and each in named)
 
     @property
     def kind(self) -> str:
@@ -180,8 +200,10 @@ def open_adapter(path: Path) -> AdapterFolder:
     """Reads the configs of an adapter folder. Raises ModelError if it is none, or one that danlu cannot compute."""
     folder = read_adapter_config(path)
     if folder.kind not in PEFT_TYPES:
-        known = ", ".join(PEFT_TYPES)
-        raise ModelError(f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {known}")
+        raise ModelError(
+            f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {', '.join(PEFT_TYPES)}. Merge "
+            "it with PEFT (merge_and_unload), and save the model"
+        )
     if not (path / WEIGHTS).is_file():
         pickled = " There is adapter_model.bin, a pickle, which could run any code" if any(path.glob("*.bin")) else ""
         raise ModelError(f"{path}: {WEIGHTS} is missing.{pickled}")

@@ -2,9 +2,9 @@
 
 Every kind of adapter has a module with the same two functions (`FORMATS`): `to_peft(section, modules, sites)` gives the
 values of adapter_config.json and the tensors, `from_peft(reader, sites)` the section and the values of each module by
-where it sits. Settings that PEFT does not have are in danlu.json next to them: the fingerprint of the base, and the
-section of the recipe. Kinds that PEFT does not have are written the same way under a peft_type of danlu's own, so that
-no tool mistakes them.
+where it sits (those that are read as LoRA have the latter alone). Settings that PEFT does not have are in danlu.json
+next to them: the fingerprint of the base, and the section of the recipe. Kinds that PEFT does not have are written the
+same way under a peft_type of danlu's own, so that no tool mistakes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
-from danlu.adapters import bottleneck, ia3, mora, peft_lora, prefix, prompt, token_rows, vera
+from danlu.adapters import bottleneck, ia3, mora, peft_lora, peft_products, prefix, prompt, token_rows, vera
 from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, TOKENS, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.hf_layers import HFLayer
@@ -40,9 +40,12 @@ from danlu.core.types import Task
 from danlu.recipe import sections
 
 FORMATS: dict[str, ModuleType] = {
+    "ADALORA": peft_products,
     "DANLU_BOTTLENECK": bottleneck,
     "DANLU_MORA": mora,
     "IA3": ia3,
+    "LOHA": peft_products,
+    "LOKR": peft_products,
     "LORA": peft_lora,
     "PREFIX_TUNING": prefix,
     "PROMPT_TUNING": prompt,

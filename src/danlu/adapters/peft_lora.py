@@ -48,7 +48,7 @@ _FACTORS = ("lora_A.weight", "lora_B.weight")
 _MAGNITUDE = "lora_magnitude_vector"
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 # Settings of PEFT's LoraConfig that danlu does not compute: (key, values that change nothing).
-_HARMLESS: dict[str, tuple[Any, ...]] = {
+HARMLESS: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "fan_in_fan_out": (False, None),
@@ -142,7 +142,7 @@ def read_factors(reader: PeftReader) -> dict[str, Factors]:
 
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
-    reader.check_supported(_HARMLESS)
+    reader.check_supported(HARMLESS)
     if reader.values.get("trainable_token_indices") is not None:
         raise ModelError(
             f"{reader.where}: trains rows of single tokens (trainable_token_indices), which is no low-rank change. "
@@ -219,7 +219,7 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    reader.check_supported(_HARMLESS)
+    reader.check_supported(HARMLESS)
     _check_types(reader)
     values, where = reader.values, reader.where
     layers = hf_layers(sites)

@@ -214,13 +214,21 @@ def own_name(stored: str, config: ModelConfig) -> str | None:
 
     Those are a multimodal model's tensors outside of its language part, and layers that predict further tokens.
     """
-    name = stored if config.multimodal is None else language_name(stored)
+    name = _with_prefix(stored, config) if config.multimodal is None else language_name(stored)
     if name is None or (match := _BEYOND.match(name)) is None:
         return name
     family, number = FAMILIES[config.family], match.group(1)
     if number is None:
         return None if family.has_mtp or family.has_mtp_module else name
     return None if family.has_mtp and int(number) >= len(config.layers) else name
+
+
+def _with_prefix(stored: str, config: ModelConfig) -> str:
+    """`layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`: the folder of a model without its head
+    (LlamaModel) has names without the prefix."""
+    family = FAMILIES[config.family]
+    modules = {"layers", *(family.outer_modules.get(name, name) for name in ("embed_tokens", "norm"))}
+    return f"{family.prefix}.{stored}" if stored.partition(".")[0] in modules else stored
 
 
 def may_have_untouched(config: ModelConfig) -> bool:
