@@ -176,6 +176,8 @@ _STATE_SPACE = "its layers are state-space models (Mamba), which danlu has no ke
 _ENCODER = "it encodes text and predicts no next token"
 _ENCODER_DECODER = "it has an encoder in addition to its decoder"
 
+_GEMMA4 = "its values are normed, or are the keys themselves, and smaller models share keys and values between layers"
+
 UNSUPPORTED: dict[str, str] = {
     "bamba": _STATE_SPACE,
     "bart": _ENCODER_DECODER,
@@ -185,6 +187,10 @@ UNSUPPORTED: dict[str, str] = {
     "falcon_mamba": _STATE_SPACE,
     "gemma3n": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
     "gemma3n_text": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm_moe_dsa": _INDEXER,
     "jamba": _STATE_SPACE,
     "llama4": "its attention is cut into chunks, and its router scales what experts are given",
