@@ -63,6 +63,7 @@ CASES: list[tuple[str, Any]] = [
     # A dense layer and shared experts beside experts of the same names.
     ("glm4-moe", sections.Lora(rank=3, rank_pattern={"shared_experts.up_proj": 2}, alpha_pattern={"0.mlp.up_proj": 7})),
     ("glm4-moe", sections.Lora(targets=["all-linear", "experts"], rank=2, dropout=0.0)),
+    ("granite-4", sections.Lora(targets=["all-linear", "experts"], rank=2)),  # in a module of another name
 ]
 
 

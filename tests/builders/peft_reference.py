@@ -32,6 +32,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },
+    "granite-4": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention", "attention"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "mamba_n_heads": 64,
+        "attention_multiplier": 0.35,
+    },
     "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "qwen3.5": {
         "model_type": "qwen3_5_text",
