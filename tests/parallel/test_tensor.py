@@ -51,7 +51,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "tie_word_embeddings": True,
     },
-    "cohere2": {"model_type": "cohere2", "sliding_window": 6, "sliding_window_pattern": 2, "attention_bias": True},
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": False,
+    },
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "glm4": {"model_type": "glm4", "head_dim": 16, "eos_token_id": 2, "pad_token_id": 0},
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},

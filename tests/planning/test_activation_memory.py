@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Dense, Experts, Mixer, Router
+from danlu.models.layer_spec import Dense, Experts, Feed, Mixer, Router
 from danlu.models.mixer_spec import Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
 from danlu.planning import activation_memory
@@ -28,16 +29,17 @@ EXPERTS = Experts(8, 2, 192, router=Router(normalise=True), shared=Dense(64), sh
 def saved_bytes(
     lengths: list[int],
     dtype: torch.dtype,
-    feed: Experts | None = None,
+    feed: Feed | None = None,
     mixer: Mixer | None = None,
     recompute: Kind = "none",
+    **changes: Any,
 ) -> tuple[int, ModelConfig]:
-    """Bytes of the distinct storages kept for backward, parameters left out. feed, mixer: of all layers; None: a dense
-    network, grouped queries."""
+    """Bytes of the distinct storages kept for backward, parameters left out. feed, mixer, changes: of all layers; None:
+    a dense network, grouped queries."""
     model = tiny_model(**SIZES)
-    if feed is not None or mixer is not None:
+    if feed is not None or mixer is not None or changes:
         config = model.config.with_layers(
-            lambda layer: replace(layer, feed=feed or layer.feed, mixer=mixer or layer.mixer)
+            lambda layer: replace(layer, feed=feed or layer.feed, mixer=mixer or layer.mixer, **changes)
         )
         model = Decoder(config)
         initialize(model, 0)
@@ -85,6 +87,28 @@ def test_so_it_is_with_every_attention(name: str, dtype: torch.dtype) -> None:
     real, config = saved_bytes(lengths, dtype, mixer=MIXERS[name])
     predicted = activation_bytes(config, lengths, dtype.itemsize).kept
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"norm_kind": "layer-bias", "parallel": True, "feed": Dense(192, "gelu", bias=True, gated=False)},
+    "cohere2": {"norm_kind": "layer", "parallel": True, "norms": "shared"},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_layers_keep_one_input(name: str, recompute: Kind) -> None:
+    lengths = [100, 156, 200, 56]
+    real, config = saved_bytes(lengths, torch.float32, recompute=recompute, **PARALLEL[name])
+    plan = ActivationPlan(recompute=[(recompute, None)] * len(config.layers))
+    predicted = activation_bytes(config, lengths, 4, plan).kept
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+    feed = config.layers[0].feed
+    assert isinstance(feed, Dense)
+    gated = replace(feed, gated=True)
+    plain = config.with_layers(lambda layer: replace(layer, parallel=False, norms="pre", feed=gated))
+    more = activation_bytes(plain, lengths, 4, plan).kept - predicted  # the control: a second input of each layer
+    assert more >= sum(lengths) * config.hidden_size * 4
 
 
 @pytest.mark.parametrize("recompute", ["none", "elementwise", "selective"])

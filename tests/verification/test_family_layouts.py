@@ -26,9 +26,16 @@ _GRANITE_4 = {
     "position_embedding_type": "rope",
     "shared_intermediate_size": 64,
 }
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
+    "cohere2": {"model_type": "cohere2", "sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},
     "ernie": {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
     "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 2},
+    "gemma": {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu"},
+    "glm": {"model_type": "glm", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
+    "glm4": {"model_type": "glm4", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
+    "glm4-moe-lite": {**_EXPERTS, **_LATENT, "model_type": "glm4_moe_lite", "moe_intermediate_size": 32},
+    "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "granite-moe": {**_GRANITE, **_EXPERTS, "model_type": "granitemoe"},
     "granite-4": {**_GRANITE_4, "num_local_experts": 0},
     "granite-4-experts": {**_GRANITE_4, **_EXPERTS},

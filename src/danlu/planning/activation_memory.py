@@ -146,10 +146,13 @@ def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: Act
     heads = 0 if isinstance(layer.mixer, Delta) else layer.mixer.heads
     scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
     seen = max((min(length, (layer.mixer.window or length) + _BLOCK_ROWS) for length in documents), default=0)
+    # Halves of a parallel layer read one input, and of those that share a norm one normed copy of it.
+    inputs = width if layer.parallel else 2 * width
+    normed = width if layer.norms == "shared" else 2 * width
     return {
-        "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
-        "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]),
-        "selective": tokens * (2 * width + mixer["selective"] + feed["selective"]),
+        "none": tokens * (inputs + normed + mixer["none"] + feed["none"]) + scores,
+        "elementwise": tokens * (inputs + mixer["elementwise"] + feed["elementwise"]),
+        "selective": tokens * (inputs + mixer["selective"] + feed["selective"]),
         "full": tokens * width,
         "scores": scores,
         "block": min(scores, 2 * heads / plan.tensor * _BLOCK_ROWS * seen),

@@ -145,6 +145,7 @@ def decoder_regions(
     trained_between: bool = False,
     gathered_again: Collection[int] = (),
     to_the_end: bool = False,
+    with_gradients: tuple[Collection[int], Collection[int]] | None = None,
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> list[TensorRegion]:
@@ -161,6 +162,8 @@ def decoder_regions(
     needs its input once more in the backward pass, where it is gathered again instead of being kept.
     to_the_end: whether the last recomputed operation of a layer lies after the MLP's exit: norms after the halves of a
     layer, or bottlenecks. Otherwise recomputation ends before it.
+    with_gradients: the halves with a gradient at their entrances, and those with one at their exits; None: as the first
+        two arguments say, which is so where each half reads the output of the one before.
     has_embedding, has_head: whether the stage has them.
     """
     # The region before the first half with a gradient still has one at its exit, if something in it is trained.
@@ -172,13 +175,16 @@ def decoder_regions(
         # Layers of a segment but the last run once more besides, for the input of the layer behind them.
         gives_input = segment is not None and recompute[layer + 1 : layer + 2] == [(kind, segment)]
         for number, half in enumerate(_HALVES, 2 * layer):
+            enters, leaves = number >= first_with_gradient, number >= first_exit
+            if with_gradients is not None:
+                enters, leaves = number in with_gradients[0], number in with_gradients[1]
             reaches_exit = is_run_again and (half == "attention" or to_the_end)
             regions.append(
                 TensorRegion(
                     layer,
                     half,
                     Crossings(1, 1),
-                    Crossings(int(number >= first_with_gradient), int(number >= first_exit)),
+                    Crossings(int(enters), int(leaves)),
                     Crossings(is_run_again + gives_input + (number in gathered_again), reaches_exit + gives_input),
                 )
             )

@@ -155,12 +155,14 @@ def _tensor_step(
             partial[reduce_group.size] += parameter.numel()
     first_with_gradient, trained_between = first_half_with_gradient(learner.model)
     # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
+    borders = halves_with_gradients(learner.model)
     keeping = [half for place, entry in enumerate(plan) if entry.kind != "full" for half in (2 * place, 2 * place + 1)]
     regions = decoder_regions(
         [(entry.kind, entry.segment) for entry in plan],
         first_with_gradient=first_with_gradient,
         trained_between=trained_between,
-        gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
+        with_gradients=borders,
+        gathered_again=[n for n in keeping if n in borders[0] and _needs_input(learner.model, n)],
         to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(recipe.adapter, Bottleneck),
         has_embedding=learner.model.chunks.has_first,
         has_head=learner.model.chunks.has_last,
@@ -241,6 +243,32 @@ def gives_inputs(plan: Plan) -> list[bool]:
     """Whether each layer runs once more for the input of the next one: in a segment, all but the last."""
     last_layers = {entry.segment: entry.layer for entry in plan}
     return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
+
+
+def halves_with_gradients(model: Decoder) -> tuple[set[int], set[int]]:
+    """The halves of layers here with a gradient at their entrances, and those with one at their exits.
+
+    Both halves of a parallel layer read its input: what is trained in its attention is not in front of its MLP.
+    """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def any_in(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in trained)
+
+    in_front = any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained)
+    entrances: set[int] = set()
+    exits: set[int] = set()
+    for place, layer in enumerate(model.chunks.local_layers):
+        in_front |= model.chunks.of_layer(layer) > 0  # what comes from another stage always has a gradient
+        spec, of_layer = model.config.layers[layer], in_front
+        for number, half in enumerate(Layer.sublayer_names, 2 * place):
+            name, norm = f"layers.{layer}", "attention" if spec.norms == "shared" else half
+            enters = (of_layer if spec.parallel else in_front) or any_in(f"{name}.{norm}_norm.")
+            leaves = enters or any_in(f"{name}.{half}.")
+            entrances |= {number} if enters else set()
+            exits |= {number} if leaves else set()
+            in_front |= leaves or any_in(f"{name}.after_{half}.") or any_in(f"{name}.post_{half}_norm.")
+    return entrances, exits
 
 
 def first_half_with_gradient(model: Decoder) -> tuple[int, bool]:
