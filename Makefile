@@ -43,7 +43,7 @@ test-all: lint
 lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 
 check: .venv/installed
 	$(BIN)/ruff format
