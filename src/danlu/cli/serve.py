@@ -99,6 +99,7 @@ def serve(
         quiet,
         limits=server.Limits(*astuple(limits)),
         allowed_origins=tuple(web.allowed_origins or ()),
+        pooling=engine_flags.pooling,
         certificate=certificate,
         leaves_key=makes_key,
         weights_root=weights_root or Path.cwd(),

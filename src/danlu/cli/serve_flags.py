@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ class EngineFlags:
         Path | None,
         typer.Option(help="Let requests load adapters below this folder, and drop them (/v1/load_lora_adapter)."),
     ] = None
+    pooling: Annotated[
+        Literal["last", "mean"], typer.Option(help="/v1/embeddings: the last token's hidden state, or the mean of all.")
+    ] = "last"
     draft_tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,6 +150,14 @@ class EmbeddedEngine(StepwiseEngine):
     def uses(self, adapter: str) -> bool:
         """Whether an unfinished answer is of an adapter."""
         return any(answer.request.adapter == adapter for answer in self._answers())
+
+    def hidden_states(self, tokens: Sequence[int], adapter: str | None = None) -> np.ndarray:
+        """[S, D] float32: the last hidden states of a text [S], behind the virtual tokens of an adapter.
+
+        Raises DataError for a model with states, or on several devices.
+        """
+        virtual = self._virtual_tokens(adapter)
+        return self._runner.hidden_states([*virtual, *tokens], adapter)[len(virtual) :].float().cpu().numpy()
 
     def abort(self, number: int) -> None:
         """Ends the unfinished answers of a request as they are; the next step returns them."""

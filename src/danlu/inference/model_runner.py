@@ -31,7 +31,7 @@ from danlu.inference.sampling import Drawn, DrawRow, TokenScore, draw, score
 from danlu.inference.scheduler import Chunk, Plan
 from danlu.inference.speculative import DraftSequence, Speculation
 from danlu.inference.token_masks import MaskWriter
-from danlu.models.attend import NOT_EXACT
+from danlu.models.attend import NOT_EXACT, PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
 from danlu.models.router_replay import recording, route_shape
@@ -213,6 +213,22 @@ class ModelRunner:
         routes = recorded.stacked(inputs[1])
         pool.write_routes(routes if self._stages is None else self._stages.with_routes_elsewhere(routes))
         return hidden
+
+    def hidden_states(self, tokens: Sequence[int], adapter: str | None) -> Tensor:
+        """[S, D] of a whole text [S], without the cache. Raises DataError for a model that needs more than that."""
+        if self.model.config.has_states or self._stages is not None or isinstance(self.pool, DevicePools):
+            raise DataError("embeddings: not of a model with linear attention, nor of one on several devices")
+        ids = torch.tensor(tokens, device=self.device)
+        places = torch.arange(len(tokens), device=self.device)
+        lengths = torch.full_like(places, len(tokens)) if self._lengths_matter else None
+        with torch.inference_mode():
+            if self._adapters is not None:
+                self._adapters.use(adapter)
+            try:
+                return self.model(ids, places, PackedAttention((0, len(tokens))), self.dtype, lengths)
+            finally:
+                if self._adapters is not None:
+                    self._adapters.use(None)
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
         """The fused decoder of a pass that brings one token to each sequence; None where the modules compute it."""

@@ -91,9 +91,9 @@ class Api:
         timeout_s: float | None = None,
         hung_s: float = HUNG_S,
     ) -> None:
-        self._models = models
+        self.models = models
         self._timeout_s, self._hung_s = timeout_s, hung_s
-        self._engine = engine
+        self.engine = engine
         self._seed = seed
         self._numbers = itertools.count()  # of engine requests
         self._started = int(time.time())
@@ -123,16 +123,10 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         body = await read_request(CompletionBody, request)
-        model = self._models.find(body.model)
+        model = self.models.find(body.model)
         for prompt in body.prompt:
-            if isinstance(prompt, str):
-                self._check_size(model, len(prompt), "prompt")
-        prompts = [
-            await self._tokenize(partial(model.chat_tokenizer.encode_prompt, prompt), "prompt")
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompt
-        ]
+            self._check_size(model, len(prompt) if isinstance(prompt, str) else 0, "prompt")
+        prompts = [await self.encode_text(model, prompt, "prompt") for prompt in body.prompt]
         grammar = await self._tokenize(partial(grammar_of, body, model), "structured_outputs")
         requests = await self._requests(body, model, prompts, grammar)
         writer = CompletionWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
@@ -140,7 +134,7 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await read_request(ChatBody, request)
-        model = self._models.find(body.model)
+        model = self.models.find(body.model)
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
         grammar = await self._tokenize(partial(chat_grammar_of, body, model, prompt.opened), "structured_outputs")
@@ -162,7 +156,7 @@ class Api:
         check_stops_length(body.stop, model)
         silent_stops, stop_strings = await self._tokenize(partial(split_stops, body.stop, model), "stop")
         model_stops = frozenset[int]() if body.ignore_eos else model.stop_ids
-        sampling = body.sampling_options(model.advised, self._seed, self._models.config.vocab_size)
+        sampling = body.sampling_options(model.advised, self._seed, self.models.config.vocab_size)
         for prompt in prompts:
             self._check_length(body, model, prompt)
         return [
@@ -186,9 +180,16 @@ class Api:
             for index, prompt in enumerate(prompts)
         ]
 
+    async def encode_text(self, model: ServedModel, text: str | list[int], param: str) -> list[int]:
+        """The tokens of a text, or those that are given in its place. Raises ApiError for one that cannot fit."""
+        if not isinstance(text, str):
+            return text
+        self._check_size(model, len(text), param)
+        return await self._tokenize(partial(model.chat_tokenizer.encode_prompt, text), param)
+
     def _room(self, model: ServedModel) -> int:
         """The most tokens that a prompt and its answer may have."""
-        return self._engine.longest - model.virtual_tokens
+        return self.engine.longest - model.virtual_tokens
 
     def _check_size(self, model: ServedModel, characters: int, param: str) -> None:
         """Raises ApiError for a text that is longer than any that fits, before it is tokenized."""
@@ -232,7 +233,7 @@ class Api:
 
     def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
         """Raises ApiError for a prompt that the model cannot continue, or not so far."""
-        config, param = self._models.config, prompt_parameter(body)
+        config, param = self.models.config, prompt_parameter(body)
         if problem := prompt_problem(config, prompt, model.virtual_tokens):
             fits = len(prompt) + model.virtual_tokens < config.context_length
             code = "invalid_value" if fits else "context_length_exceeded"
@@ -242,7 +243,7 @@ class Api:
         if needed > room:
             raise ApiError(
                 f"{param}: {len(prompt)} tokens and an answer of up to {needed - len(prompt)} are more than the {room} "
-                f"that {self._engine.bound}",
+                f"that {self.engine.bound}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -252,16 +253,16 @@ class Api:
         request.state.writer = writer
         with as_api_errors(prompt_parameter(body)), in_time(self._timeout_s):
             async with asyncio.timeout(self._timeout_s):
-                await self._engine.submit(call)
+                await self.engine.submit(call)
             if body.stream:
                 events = stream_events(call, body, writer, self._timeout_s)
-                return EventStream(events, on_end=partial(self._engine.abort, call))
+                return EventStream(events, on_end=partial(self.engine.abort, call))
             try:
                 completions = await unless_gone(request, collect(call, self._timeout_s))
             finally:
-                self._engine.abort(call)
+                self.engine.abort(call)
         if any(completion.finish == "abort" for completion in completions):
-            ended_by = "the server is ending" if self._engine.is_ending else "a trainer has ended all answers"
+            ended_by = "the server is ending" if self.engine.is_ending else "a trainer has ended all answers"
             raise ApiError(ended_by, status=503)
         # With many choices and their likeliest tokens it takes seconds to write.
         return await in_thread(self._writing, lambda: JSONResponse(writer.whole(completions)))
@@ -274,18 +275,18 @@ class Api:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._models.names]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.models.names]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(self._card(self._models.find(request.path_params["name"]).name))
+        return JSONResponse(self._card(self.models.find(request.path_params["name"]).name))
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "danlu"}
-        return {**card, "max_model_len": self._room(self._models.find(name))}
+        return {**card, "max_model_len": self._room(self.models.find(name))}
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_request(TokenizeBody, request)
-        model = self._models.find(body.model)
+        model = self.models.find(body.model)
         tokenizer = model.chat_tokenizer.tokenizer
         if body.prompt is None:
             encode = partial(self._encode_chat, model, body)
@@ -303,18 +304,18 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_request(DetokenizeBody, request, MAX_DETOKENIZE_BYTES)
-        tokenizer = self._models.find(body.model).chat_tokenizer.tokenizer
+        tokenizer = self.models.find(body.model).chat_tokenizer.tokenizer
         if wrong := [token for token in body.tokens if token >= tokenizer.vocab_size]:
             raise ApiError(f"tokens: {wrong[0]} is none of the tokenizer's {tokenizer.vocab_size}", param="tokens")
         return JSONResponse({"prompt": await self._tokenize(partial(tokenizer.decode, body.tokens), "tokens")})
 
     async def health(self, request: Request) -> Response:
-        state = "hung" if self._engine.busy_s > self._hung_s else self._engine.state
+        state = "hung" if self.engine.busy_s > self._hung_s else self.engine.state
         return JSONResponse({"status": state}, 200 if state in ("ready", "asleep", "paused") else 503)
 
     async def metrics(self, request: Request) -> Response:
-        sleeps = self._engine.state == "asleep"
-        text = metrics_text(self._engine.statistics, self._engine.times, self._models.names[0], sleeps=sleeps)
+        sleeps = self.engine.state == "asleep"
+        text = metrics_text(self.engine.statistics, self.engine.times, self.models.names[0], sleeps=sleeps)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

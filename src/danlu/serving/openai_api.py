@@ -122,7 +122,7 @@ def _as_text(content: Any) -> Any:
     return "\n".join(texts)
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
+def as_prompts(value: Any) -> list[str | list[int]]:
     """The prompts of a request: of one text or several, of the token ids of one prompt or several."""
 
     def is_ids(item: Any) -> bool:
@@ -281,7 +281,7 @@ class SamplingBody(StructuredBody, Body):
 class CompletionBody(SamplingBody):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(as_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] = 16
     """0: nothing is written, and the prompt alone is returned, with `echo`."""
     echo: bool = False

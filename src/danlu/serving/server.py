@@ -29,6 +29,7 @@ from danlu.core.server_key import remove_key
 from danlu.core.terminal import print_status
 from danlu.remote_engines.danlu_protocol import PREFIX
 from danlu.serving.api_endpoints import CLIENT_GONE, HUNG_S, Api, build_app
+from danlu.serving.embeddings import Embeddings, Pooling
 from danlu.serving.engine_thread import EngineThread
 from danlu.serving.openai_answers import AnswerWriter
 from danlu.serving.openai_api import ApiError, given_key
@@ -82,6 +83,7 @@ class ServerOptions:
     limits: Limits = Limits()
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may ask, as CORS has them; "*": all."""
+    pooling: Pooling = "last"
     certificate: tuple[Path, Path] | None = None
     """The files of a TLS certificate and of its key; None: plain HTTP."""
     leaves_key: bool = False
@@ -230,7 +232,7 @@ class Server(uvicorn.Server):
         self._listener, self._options = listener, options
         self._api = Api(models, self.engine, options.seed, timeout_s=limits.timeout_s, hung_s=limits.hung_s)
         self._rollouts: RolloutEndpoints | None = None
-        routes = self._api.routes
+        routes = [*self._api.routes, *Embeddings(self._api, engine, options.pooling).routes]
         if rollouts is not None:
             decode = models.find(None).chat_tokenizer.decode
             self._rollouts = RolloutEndpoints(rollouts, self.engine, decode, options.weights_root)
