@@ -222,13 +222,13 @@ class ModelRunner:
         places = torch.arange(len(tokens), device=self.device)
         lengths = torch.full_like(places, len(tokens)) if self._lengths_matter else None
         with torch.inference_mode():
-            if self._adapters is not None:
-                self._adapters.use(adapter)
+            if (adapters := self._adapters) is not None:
+                adapters.use(adapter)
             try:
                 return self.model(ids, places, PackedAttention((0, len(tokens))), self.dtype, lengths)
             finally:
-                if self._adapters is not None:
-                    self._adapters.use(None)
+                if adapters is not None:
+                    adapters.use(None)
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
         """The fused decoder of a pass that brings one token to each sequence; None where the modules compute it."""
