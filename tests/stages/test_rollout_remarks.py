@@ -10,7 +10,7 @@ import yaml
 
 from danlu.core.types import StepMetrics
 from danlu.recipe import Recipe, load
-from danlu.stages.rollout_remarks import REMARKED_STEPS, RolloutRemarks
+from danlu.stages.rollout_remarks import REMARKED_STEPS, RolloutRemarks, rollout_numbers
 from danlu.training.recorders import Remarks
 
 
@@ -120,8 +120,17 @@ class Shown:
 
 def test_they_are_shown_with_the_step(recipe: Any) -> None:
     shown = Shown()
-    recorder = Remarks(RolloutRemarks(recipe()), shown)  # type: ignore[arg-type]
+    recorder = Remarks(RolloutRemarks(recipe()), [shown])  # type: ignore[arg-type]
     for step in range(1, 8):
         recorder.step(StepMetrics(step, 0.0, 0.0, 0.0, 1, 1, 1.0, 1, EQUAL))
     ((step, event, values),) = shown.events
     assert (step, event) == (REMARKED_STEPS, "remark") and "the same reward" in values["text"]
+
+
+def test_the_numbers_of_a_rollout() -> None:
+    values = {"reward": 0.5, "length": 34.25, "entropy": 1.25, "kl/k3": 0.0125, "approx_kl": 9.0, "truncated": 0.125}
+    said = "reward 0.500 length 34.2 entropy 1.250 kl 0.0125 cut 12% "
+    assert rollout_numbers(values) == said
+    del values["kl/k3"]
+    assert rollout_numbers(values) == said.replace("kl 0.0125", "approx_kl 9.0000")
+    assert rollout_numbers({"accuracy": 0.5}) == ""

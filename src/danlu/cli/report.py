@@ -13,7 +13,7 @@ from danlu.core.terminal import echo, print_status, printable
 from danlu.report.run_page import PAGE, page
 from danlu.report.run_report import RunReport, as_json, report_of, table
 from danlu.report.study_table import aligned
-from danlu.training.runs import chain_stages, is_run, read_run
+from danlu.training.runs import is_run, read_run, runs_of_chain
 
 FILE = "report.html"
 
@@ -29,7 +29,7 @@ def report(
     ] = False,
 ) -> None:
     """Report on a run of any stage: curves, evaluations, the best and worst samples of reinforcement learning."""
-    stages = [] if is_run(run) else chain_stages(run)
+    stages = [] if is_run(run) else runs_of_chain(run)
     if not is_run(run) and not stages:
         raise CheckpointError(
             f"{run}: no run is in this folder: it has no recipe.yaml or no environment.json. `danlu runs list` shows "

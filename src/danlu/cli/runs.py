@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from danlu.core.errors import CheckpointError
+from danlu.core.run_files import RECIPE
 from danlu.core.terminal import echo, printable
 from danlu.training.criterion import LOSS
-from danlu.training.runs import RunInfo, find_runs
+from danlu.training.runs import RunInfo, find_runs, number
 from danlu.training.units import format_duration
 
 app = typer.Typer(name="runs", no_args_is_help=True)
@@ -52,9 +54,12 @@ def _fields(info: RunInfo) -> dict[str, Any]:
     """A run as JSON has it: paths as texts, the time in ISO 8601, NaN and infinities as texts."""
     values: dict[str, Any] = asdict(info) | {
         "folder": str(info.folder),
+        "stage": _stage(info.folder),
+        "reward": _reward(info),
         "chain": None if info.chain is None else str(info.chain),
         "changed": datetime.fromtimestamp(info.changed, UTC).isoformat(timespec="seconds"),
     }
+    del values["last"]
     # JSON has no NaN and no infinity: as metrics.jsonl has them.
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -66,7 +71,7 @@ def _row(info: RunInfo) -> tuple[str, ...]:
     """The cells of a run in the table."""
     return (
         info.state,
-        printable(info.stage or ""),
+        printable(_stage(info.folder) or ""),
         f"{info.step:,}" if info.steps is None else f"{info.step:,}/{info.steps:,}",
         _trained(info),
         _judged(info),
@@ -76,10 +81,24 @@ def _row(info: RunInfo) -> tuple[str, ...]:
     )
 
 
+def _stage(run: Path) -> str | None:
+    """The stage in a run's recipe, which has it on a line of its own."""
+    with suppress(OSError, UnicodeDecodeError), (run / RECIPE).open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("stage:"):
+                return line.partition(":")[2].partition("#")[0].strip() or None
+    return None
+
+
+def _reward(info: RunInfo) -> float | None:
+    """The mean reward of the last step; None for a stage without rewards."""
+    return number(info.last.get("reward"))
+
+
 def _trained(info: RunInfo) -> str:
     """The last step's loss, or its reward in stage rl, where the loss says little of the run."""
-    if info.reward is not None:
-        return f"reward {info.reward:.4f}"
+    if (reward := _reward(info)) is not None:
+        return f"reward {reward:.4f}"
     return "" if info.loss is None else f"{info.loss:.4f}"
 
 

@@ -76,6 +76,8 @@ def displays(
     assert run.metrics is not None, "the process that shows the run has the metrics"
     options: dict[str, Any] = {"total": run.cadence.total, "done": run.state.step, "counted": counted}
     options["every_step"] = "every" in recipe.log.model_fields_set  # else as often as somebody may want to read
+    if stage.lead is not None:
+        options["lead"] = stage.lead
     progress = {"the progress of steps": progress_on(stream, **options)}
     if console.file is not None:
         progress[f"{LOGS}/{CONSOLE}"] = LineProgress(console.file, **options)

@@ -287,6 +287,8 @@ class Stage:
     """Metrics of an evaluation that a run can be judged by, by name: whether lower or higher is better."""
     remarks: Callable[[Recipe], Remark] | None = None
     """Makes warnings of the metrics of logged steps."""
+    lead: Callable[[Mapping[str, float]], str] | None = None
+    """Formats numbers of a logged step that the console shows before its loss."""
 
     def criterion(self, recipe: Recipe) -> Criterion:
         """The metric that judges the recipe's evaluations. Raises RecipeError for one that the stage does not

@@ -1,5 +1,6 @@
-"""Warnings about rollouts that teach nothing or less than they could: equal rewards, answers that never end, answers
-without a reward."""
+"""The rollouts of steps for the console: their numbers, and warnings about those that teach nothing or less than they
+could: equal rewards, answers that never end, answers without a reward.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +66,20 @@ class RolloutRemarks:
             return False
         self._said.add(what)
         return True
+
+
+def rollout_numbers(metrics: Mapping[str, float]) -> str:
+    """Formats the rollout of a step for the console: `reward 0.512 length 34.2 entropy 1.231 kl 0.0021 cut 12% `.
+
+    `cut` is the share of answers that were cut off. Numbers that a step does not have are left out.
+    """
+    # To the reference, by whichever estimator the recipe names; else to the policy that drew the answers.
+    kl = next((name for name in metrics if name.startswith("kl/") or name in ("kl", "kl_in_reward")), "approx_kl")
+    formats = {
+        "reward": "reward {:.3f}",
+        "length": "length {:.1f}",
+        "entropy": "entropy {:.3f}",
+        kl: "approx_kl {:.4f}" if kl == "approx_kl" else "kl {:.4f}",
+        "truncated": "cut {:.0%}",
+    }
+    return "".join(f"{shown.format(metrics[name])} " for name, shown in formats.items() if name in metrics)

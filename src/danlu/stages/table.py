@@ -80,6 +80,7 @@ STAGES: dict[str, Stage] = {
         objective_rate=objective_rate,
         metrics=Part("policy_objective:policy_metrics"),
         remarks=Part("rollout_remarks:RolloutRemarks"),
+        lead=Part("rollout_remarks:rollout_numbers"),
         trained_roles=Part("value_model:trained_roles"),
     ),
     "sft": Stage(Part("reader:PackReader"), Part("builder:DecoderBuilder"), **_LIKELIHOOD),

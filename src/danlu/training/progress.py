@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # it imports torch, which showing the progress of rows does w
     from danlu.training.metrics import Recorder, Value
 
 TOKENS = "tokens"
+Lead = Callable[[Mapping[str, float]], str]
+"""Formats numbers that a step's line begins with, from its own metrics; they end in a space."""
 _LINE_INTERVAL_S = 5.0
 _KEPT_INTERVAL_S = 30.0  # between the lines that a bar leaves above it
 _REFRESH_INTERVAL_S = 0.2
@@ -24,8 +26,19 @@ _ROWS_INTERVAL_S = 5.0
 _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
+def _nothing(metrics: Mapping[str, float]) -> str:
+    """The lead of a line that begins with the loss."""
+    return ""
+
+
 def progress_on(
-    stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS, every_step: bool = False
+    stream: TextIO,
+    *,
+    total: int,
+    done: int = 0,
+    counted: str = TOKENS,
+    every_step: bool = False,
+    lead: Lead = _nothing,
 ) -> Recorder:
     """Returns a bar when `stream` is a terminal, else plain lines.
 
@@ -34,9 +47,10 @@ def progress_on(
         done        steps that an earlier process made
         counted     the unit of throughput: tokens, images
         every_step  show a line for each logged step, however soon they follow each other
+        lead        formats the numbers that come first, from the metrics of a step, with a space behind them
     """
     kind = BarProgress if stream.isatty() else LineProgress
-    return kind(stream, total=total, done=done, counted=counted, every_step=every_step)
+    return kind(stream, total=total, done=done, counted=counted, every_step=every_step, lead=lead)
 
 
 class Eta:
@@ -75,10 +89,12 @@ class _StepProgress(ABC):
         done: int = 0,
         counted: str = TOKENS,
         every_step: bool = False,
+        lead: Lead = _nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._every_step = every_step
+        self._lead = lead
         self._total = total
         self._counted = counted
         self._clock = clock
@@ -87,7 +103,7 @@ class _StepProgress(ABC):
 
     def _numbers(self, metrics: StepMetrics) -> str:
         """The numbers with the remaining time. Call it once for each step: it measures the time between calls."""
-        return f"{numbers(metrics, self._counted)} eta {format_duration(self._eta.after(metrics.step))}"
+        return f"{numbers(metrics, self._counted, self._lead)} eta {format_duration(self._eta.after(metrics.step))}"
 
     def _due(self, step: int) -> bool:
         now = self._clock()
@@ -170,34 +186,14 @@ class BarProgress(_StepProgress):
         self._bar.console.print(printable(text), markup=False, highlight=False)
 
 
-def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
-    """Formats a step: `loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`.
-
-    In stage rl its rollout comes first: `reward 0.512 length 34.2 entropy 1.231 kl 0.0021 cut 12%`, with the share of
-    answers that were cut off.
-    """
+def numbers(metrics: StepMetrics, counted: str = TOKENS, lead: Lead = _nothing) -> str:
+    """Formats a step: `loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`; `lead` formats what comes before."""
     unit = "tok" if counted == TOKENS else counted
     return (
-        f"{_rollout_numbers(metrics.extra)}"
+        f"{lead(metrics.extra)}"
         f"loss {metrics.loss:.3f} grad {metrics.grad_norm:.2f} lr {metrics.learning_rate:.1e} "
         f"{metrics.tokens_per_second:,.0f} {unit}/s {format_bytes(metrics.memory_bytes)}"
     )
-
-
-def _rollout_numbers(extra: Mapping[str, float]) -> str:
-    """The numbers of a rollout with a space behind them, as far as they are there; "" for other stages."""
-    if "truncated" not in extra:
-        return ""
-    # To the reference, by whichever estimator the recipe names; else to the policy that drew the answers.
-    kl = next((name for name in extra if name.startswith("kl/") or name in ("kl", "kl_in_reward")), "approx_kl")
-    formats = {
-        "reward": "reward {:.3f}",
-        "length": "length {:.1f}",
-        "entropy": "entropy {:.3f}",
-        kl: "approx_kl {:.4f}" if kl == "approx_kl" else "kl {:.4f}",
-        "truncated": "cut {:.0%}",
-    }
-    return "".join(f"{shown.format(extra[name])} " for name, shown in formats.items() if name in extra)
 
 
 def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKENS) -> str:

@@ -135,12 +135,12 @@ def move_aside(folder: Path, log: Callable[[str], None]) -> None:
     """
     if not folder.is_dir():
         return
-    stages = _stage_folders(folder)
-    if not any(list_checkpoints(run / CHECKPOINTS) or _results(run) for run in (folder, *stages)):
+    runs = [folder, *_runs_of_chain(folder)]
+    if not any(list_checkpoints(run / CHECKPOINTS) or _results(run) for run in runs):
         return
-    if not stages and not (folder / RECIPE).is_file():
+    if len(runs) == 1 and not (folder / RECIPE).is_file():
         raise ResourceError(f"{folder}: no run of danlu has written this folder, so --overwrite does not move it")
-    for run in (folder, *stages):
+    for run in runs:
         with RunLock(run):  # let go again at once: only a run that is going on should hinder this
             pass
     target = next(name for name in map(folder.with_name, (f"{folder.name}.{n}" for n in count(1))) if not name.exists())
@@ -151,7 +151,7 @@ def move_aside(folder: Path, log: Callable[[str], None]) -> None:
     log(f"--overwrite: the earlier run is in {target} now")
 
 
-def _stage_folders(folder: Path) -> list[Path]:
+def _runs_of_chain(folder: Path) -> list[Path]:
     """The run folders of a chain's stages; none where the folder is no chain's."""
     if not (folder / CHAIN).is_file():
         return []

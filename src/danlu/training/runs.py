@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,14 +28,13 @@ class RunInfo:
     """One run. Numbers that its files do not have are None."""
 
     folder: Path
-    stage: str | None  # of the recipe: sft, rl, ...
-    chain: Path | None  # the folder of the chain that it is a stage of
+    chain: Path | None  # the folder of the chain that it is a part of
     state: State
     pid: int | None  # of the process that trains it
     step: int  # that is behind; of a stopped run, the one it would go on from
     steps: int | None  # in all
     loss: float | None  # of the last step that was logged
-    reward: float | None  # of the same step, in stage rl
+    last: Mapping[str, Any]  # the line of metrics.jsonl of the same step; empty before the first
     evaluation_loss: float | None  # the last one
     best_evaluation_loss: float | None
     metric: str  # what evaluations are judged by
@@ -56,8 +54,8 @@ def find_runs(folder: Path) -> list[RunInfo]:
     return sorted(begun, key=lambda info: (info.changed, str(info.folder)))
 
 
-def chain_stages(folder: Path) -> list[RunInfo]:
-    """The runs of a chain's stages that have begun, in the order of their beginning; none of other folders."""
+def runs_of_chain(folder: Path) -> list[RunInfo]:
+    """The runs of a chain that have begun, in the order of their beginning; none of other folders."""
     if not (folder / CHAIN).is_file():
         return []
     return [read_run(folder / name) for name in _json(folder / CHAIN) if is_run(folder / name)]
@@ -84,31 +82,21 @@ def read_run(folder: Path) -> RunInfo:
     state: State = "running" if holder is not None else "finished" if summary else "stopped"
     return RunInfo(
         folder=folder,
-        stage=_stage(folder / RECIPE),
         chain=folder.parent if (folder.parent / CHAIN).is_file() else None,
         state=state,
         pid=None if holder is None else holder.pid,
-        step=int(_number(last.get("step")) or saved) if state == "running" else int(summary.get("steps", saved)),
+        step=int(number(last.get("step")) or saved) if state == "running" else int(summary.get("steps", saved)),
         steps=_whole(state_json.get("total_steps")),
-        loss=_number(summary.get("loss", last.get("loss"))),
-        reward=_number(last.get("reward")),
-        evaluation_loss=_number(evaluations.get("last", evaluation.get("eval_loss"))),
-        best_evaluation_loss=_number(evaluations.get("best", min(judged, default=None))),
+        loss=number(summary.get("loss", last.get("loss"))),
+        last=last,
+        evaluation_loss=number(evaluations.get("last", evaluation.get("eval_loss"))),
+        best_evaluation_loss=number(evaluations.get("best", min(judged, default=None))),
         metric=metric,
-        evaluation_value=_number(named.get("last", evaluation.get(f"eval_{metric}"))),
-        best_evaluation_value=_number(named.get("best", None if best is None else best.value)),
-        seconds=_number(summary.get("seconds", last.get("elapsed_s"))),
+        evaluation_value=number(named.get("last", evaluation.get(f"eval_{metric}"))),
+        best_evaluation_value=number(named.get("best", None if best is None else best.value)),
+        seconds=number(summary.get("seconds", last.get("elapsed_s"))),
         changed=max(map(_changed, (folder / METRICS, folder / SUMMARY, folder / RECIPE))),
     )
-
-
-def _stage(recipe: Path) -> str | None:
-    """The stage in a resolved recipe, which has it on a line of its own."""
-    with suppress(OSError, UnicodeDecodeError), recipe.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("stage:"):
-                return line.partition(":")[2].partition("#")[0].strip() or None
-    return None
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
@@ -169,7 +157,7 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A number out of JSON, in which "nan" and "inf" stand for those that it does not have; None for anything else."""
     try:
         return None if value is None or isinstance(value, bool) else float(value)
@@ -178,8 +166,8 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None or not math.isfinite(number) else int(number)
+    given = number(value)
+    return None if given is None or not math.isfinite(given) else int(given)
 
 
 def _changed(file: Path) -> float:
