@@ -8,7 +8,7 @@ import pytest
 
 from danlu.core.errors import RecipeError
 from danlu.recipe import Recipe, load
-from danlu.recipe.sections import AdamW, Ema, Lion, Source
+from danlu.recipe.sections import AdamW, Ema, Evaluation, Lion, Source
 
 Write = Callable[..., str]
 
@@ -53,6 +53,24 @@ def test_a_bare_value_keeps_the_rest_of_its_section(write: Write) -> None:
 
 def test_a_mapping_replaces_its_section(write: Write) -> None:
     assert changed(write, "data={train: rows.json}").data.max_length == 1024
+
+
+EVALUATED = (
+    "stage: sft\nmodel: base\ndata: {train: rows.json, eval: 0.1}\nepochs: 1\noutput: runs/x\n"
+    "evaluation: {every: 5, early_stop: 3, metric: accuracy%s}\ncheckpoint: {keep_best: true, keep: 3}\n"
+)
+
+
+@pytest.mark.parametrize("off", ["data.eval=0", "data.eval=false", "evaluation=null", "evaluation=false"])
+def test_evaluation_is_turned_off_with_all_that_hangs_on_it(write: Write, off: str) -> None:
+    recipe = changed(write, off, text=EVALUATED % "")
+    assert recipe.data.eval is None and recipe.evaluation == Evaluation()
+    assert not recipe.checkpoint.keep_best and recipe.checkpoint.keep == 3
+    sampled = changed(write, off, text=EVALUATED % ", samples: hi").evaluation
+    assert (sampled.every, sampled.samples is None) == ((5, False) if off.startswith("data") else (None, True))
+    on = changed(write, "data.eval=1", text=EVALUATED % "")
+    assert on.data.eval == 1 and on.evaluation.early_stop is not None and on.checkpoint.keep_best
+    assert changed(write, "evaluation=7", text=EVALUATED % "").evaluation.every == 7
 
 
 def test_columns_one_by_one(write: Write) -> None:

@@ -15,6 +15,7 @@ from danlu.core.small_files import read_small
 from danlu.core.spelling import closest_match
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
+from danlu.recipe.evaluation_off import turn_off_evaluation
 from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
@@ -150,6 +151,7 @@ def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem])
     overriding.put(tree, overrides, problems)
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
+    turn_off_evaluation(tree)
     expand_lengths(tree)
     expand_defaults(tree)
 

@@ -74,7 +74,8 @@ class Data(Section):
     train: list[Source]
     """One or more sources."""
     eval: list[Source] | Annotated[float, Field(gt=0, lt=1)] | PositiveInt | None = None
-    """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
+    """Held-out rows: a share (0.02), a number of rows (200), or sources of its own. 0 turns evaluation off, with
+    early_stop, metric and checkpoint.keep_best."""
     columns: Annotated[Columns | None, OF_TOKENS] = None
     """The names of row formats, and the column of the file that each is: {prompt: ques, completion: resp}. A text with
     braces is a template over columns, such as "{title}\\n{text}" ({{ and }} are braces); null hides a column. The keys

@@ -175,7 +175,7 @@ class Samples(Section):
 
 
 class Evaluation(Section):
-    """Loss, perplexity and token accuracy on `data.eval` while training."""
+    """Loss, perplexity and token accuracy on `data.eval` while training; null turns it off, and `data.eval` with it."""
 
     short = "every"
 
