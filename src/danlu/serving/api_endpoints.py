@@ -133,7 +133,10 @@ class Api:
         return await self._answer(request, call_of(requests, body, model), body, writer)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await read_request(ChatBody, request)
+        return await self.answer_chat(request, await read_request(ChatBody, request), ChatWriter)
+
+    async def answer_chat(self, request: Request, body: ChatBody, kind: type[ChatWriter]) -> Response:
+        """Answers a conversation. kind: writes the answer. Raises ApiError."""
         model = self.models.find(body.model)
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
@@ -146,7 +149,7 @@ class Api:
         if model.reads_thoughts:
             thoughts = partial(ThoughtReader, prompt.opened)
             read_calls = read_calls and replace(read_calls, in_thought=False)
-        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls, thoughts)
+        writer = kind(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls, thoughts)
         return await self._answer(request, call_of(requests, body, model), body, writer)
 
     async def _requests(

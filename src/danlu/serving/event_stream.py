@@ -50,9 +50,10 @@ async def stream_events(
         yield event_text(opening)
     try:
         async for event in call.events(timeout_s):
-            chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
-            if chunk is not None:
-                yield event_text(chunk)
+            chunks = writer.closings(event) if isinstance(event, Completion) else [writer.chunk(event)]
+            for chunk in chunks:
+                if chunk is not None:
+                    yield event_text(chunk)
     except TimeoutError:
         yield event_text(ApiError(too_late(timeout_s), status=504).body)
     except (AnswerFailed, EngineFailed, EngineStopped) as error:

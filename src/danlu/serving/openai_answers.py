@@ -144,6 +144,10 @@ class AnswerWriter(ABC):
         reason = self._finish_reason(completion)
         return self._chunk([{"index": index, **delta, "logprobs": None, "finish_reason": reason}])
 
+    def closings(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks of an answer."""
+        return [self.closing(completion)]
+
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk after all answers, where it is asked for."""
         return {**self._chunk([]), "usage": self.usage}

@@ -33,6 +33,7 @@ from danlu.serving.embeddings import Embeddings, Pooling
 from danlu.serving.engine_thread import EngineThread
 from danlu.serving.openai_answers import AnswerWriter
 from danlu.serving.openai_api import ApiError, given_key
+from danlu.serving.responses import Responses
 from danlu.serving.rollout_endpoints import RolloutEndpoints
 from danlu.serving.served_models import ServedModels
 
@@ -233,6 +234,7 @@ class Server(uvicorn.Server):
         self._api = Api(models, self.engine, options.seed, timeout_s=limits.timeout_s, hung_s=limits.hung_s)
         self._rollouts: RolloutEndpoints | None = None
         routes = [*self._api.routes, *Embeddings(self._api, engine, options.pooling).routes]
+        routes += Responses(self._api).routes
         if rollouts is not None:
             decode = models.find(None).chat_tokenizer.decode
             self._rollouts = RolloutEndpoints(rollouts, self.engine, decode, options.weights_root)

@@ -1,0 +1,73 @@
+"""POST /v1/responses, asked by OpenAI's own client, beside the same chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from builders.served import Loaded, serving
+from openai import OpenAI
+from pydantic import BaseModel
+
+ASK: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def client(loaded: Loaded) -> Iterator[OpenAI]:
+    with serving(loaded.served, loaded.engine()) as served:
+        yield served.client()
+
+
+class Kind(BaseModel, extra="forbid"):
+    kind: Literal["fox", "hen"]
+
+
+def test_a_response_is_the_chat_completion(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_completion_tokens=12)
+    response = client.responses.create(input="Hello", instructions="Be brief", **ASK)
+    assert response.output_text == chat.choices[0].message.content and chat.usage is not None
+    assert response.status == {"length": "incomplete", "stop": "completed"}[chat.choices[0].finish_reason]
+    assert response.usage is not None and response.usage.input_tokens == chat.usage.prompt_tokens
+    parts: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+    assert client.responses.create(input=parts, instructions="Be brief", **ASK).output_text == response.output_text
+    longer = client.responses.create(input="Hello", instructions="Be very brief", **ASK)
+    assert longer.usage is not None and longer.usage.input_tokens != response.usage.input_tokens
+
+
+def test_a_stream_of_events(client: OpenAI) -> None:
+    whole = client.responses.create(input="Hello", **ASK)
+    text, kinds = "", []
+    with client.responses.stream(input="Hello", **ASK) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                text += event.delta
+    assert text == whole.output_text and kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+    raw = list(client.responses.create(input="Hello", stream=True, **ASK))
+    assert [event.sequence_number for event in raw] == list(range(len(raw)))
+    assert raw[-1].response.output_text == whole.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_in_a_form(client: OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    response = client.responses.parse(input="Hello", text_format=Kind, **{**ASK, "max_output_tokens": 60})
+    assert response.output_parsed is not None and response.output_parsed.kind in ("fox", "hen")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input": []}, "input: expected a text, or a list of messages"),
+        ({"input": [{"type": "function_call"}]}, "input: item 0 is of type function_call; only messages are read"),
+        ({"input": "a", "previous_response_id": "x"}, "previous_response_id: no parameter of this server"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools: list should have at most 0 items"),
+        ({"input": "a", "temperature": -1}, "temperature: -1"),
+    ],
+)
+def test_what_is_refused(client: OpenAI, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(**{"model": "tiny", **values})
