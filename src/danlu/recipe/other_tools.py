@@ -115,12 +115,19 @@ class ForeignKey:
             if text == LIST:
                 keys[key] = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
             elif text != NOTHING:
-                keys[key] = value if text == SAME else yaml.safe_load(text)
+                keys[key] = value if text == SAME else _filled(yaml.safe_load(text), value)
         return keys
 
     @staticmethod
     def _number(value: Any, default: int) -> Any:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def _filled(result: Any, value: Any) -> Any:
+    """A result in which `same` inside a mapping is the tool's value."""
+    return (
+        {name: value if each == SAME else each for name, each in result.items()} if isinstance(result, dict) else result
+    )
 
 
 def _product(numbers: list[Any]) -> Any:
@@ -259,4 +266,6 @@ def _assignments(keys: Mapping[str, Any]) -> str:
 
 def _as_yaml(value: Any) -> str:
     """A value on one line, as a recipe has it."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_as_yaml(each)}' for key, each in value.items())}}}"
     return f"[{', '.join(map(_as_yaml, value))}]" if isinstance(value, list) else _as_text(value)
