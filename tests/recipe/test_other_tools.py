@@ -14,6 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from danlu.cli.main import command
+from danlu.core.shipped_files import templates
 from danlu.recipe.explanation import keys
 from danlu.recipe.other_tools import (
     BASES,
@@ -78,9 +79,12 @@ def _results() -> Iterator[tuple[ForeignKey, str, str]]:
             continue
         for case in filter(None, row.values.split("; ")):
             assert ": " in case, row
-            for part in case.partition(": ")[2].split(", "):
+            pattern, _, result = case.partition(": ")
+            for part in result.split(", "):
                 key, equals, text = part.partition("=")
                 yield row, key if equals else row.target, text if equals else part
+                if part == SAME:
+                    yield from ((row, row.target, word) for word in pattern.split() if "*" not in word)
 
 
 def test_every_value_that_is_written_is_one_that_the_key_takes() -> None:
@@ -92,6 +96,8 @@ def test_every_value_that_is_written_is_one_that_the_key_takes() -> None:
         assert key in known, row
         assert _takes(key, text), f"{row}: {key}: {text}"
         checked += 1
+        if key == "model.chat_template":
+            assert text in templates(), row
     assert checked > 200
     assert not _takes("adapter", "lorra") and not _takes("steps", "many")
 
