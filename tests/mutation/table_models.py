@@ -265,4 +265,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "assembly/test_token_notes.py",
         only="never_trained",
     ),
+    Mutation("models/attention.py", "if self.norms_rotated:", "if False:", "models/test_families.py", "hunyuan"),
+    Mutation(
+        "inference/fused_decoder.py",
+        " or mixer.norm_behind_rope",
+        "",
+        "inference/test_fused_decoder.py models/test_family_decoding.py",
+        "left_to_the_modules or behind_the_rotation",
+    ),
+    Mutation(
+        "models/families/exaone.py",
+        "layer if layer.mixer.window",
+        "layer if True",
+        "models/test_families.py",
+        "exaone4",
+    ),
+    Mutation(
+        "models/hf_layout.py", "replace(entry, transposed=True)", "entry", "models/test_multimodal.py", "either_way"
+    ),
 )
