@@ -45,7 +45,7 @@ def test_wrong_configs_are_refused(tmp_path: Path) -> None:
         from_scratch(Model(config=LLAMA | {"vocab_size": 256}), 300)
     with pytest.raises(
         ModelError,
-        match=r"model.config: model_type is missing; it is one of deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm",
+        match=r"model.config: model_type is missing; it is one of cohere2, deepseek_v2, deepseek_v3, ernie4_5, ",
     ):
         from_scratch(Model(config={"hidden_size": 64}), 300)
     with pytest.raises(ModelError, match="needs `preset` or `config`"):

@@ -297,6 +297,8 @@ SAMPLING_CASES: dict[str, Any] = {
     "frequency_penalty": None,
     "seed": 5,
     "allowed_ids": (5, 6, 7),
+    "biased_ids": None,  # both together; see below
+    "biases": None,
 }
 CASES: dict[str, Any] = {
     "number": 5,
@@ -305,6 +307,8 @@ CASES: dict[str, Any] = {
     "samples": 2,
     "stop_ids": None,  # of the answer to `DEFAULT`; see below
     "stop_strings": None,
+    "shows_stop": None,  # with a stop string
+    "min_new_tokens": None,  # with a stop token
     "adapter": "none",
     "top_logprobs": 3,
     "first_sample": 1,
@@ -312,8 +316,8 @@ CASES: dict[str, Any] = {
     "draw_sample": 3,
     "rotary_length": 40,
 }
-LEFT_OUT = {"sampling", "prompt_logprobs", "source"}
-"""The first is in `SAMPLING_CASES`, the second refused, and the third has no type that JSON has."""
+LEFT_OUT = {"sampling", "prompt_logprobs", "grammar", "source"}
+"""The first is in `SAMPLING_CASES`, the next two are refused, and the last has no type that JSON has."""
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +347,10 @@ def test_every_field_of_a_request_reaches_the_server(longrope_folder: Path) -> N
     own.decode = decode
     (plain,) = own.generate([DEFAULT])
     values = CASES | {"stop_ids": frozenset({plain.tokens[2]}), "stop_strings": (decode(plain.tokens)[2:4],)}
-    asked = {name: replace(DEFAULT, **{name: value}) for name, value in values.items()}
+    asked = {name: replace(DEFAULT, **{name: value}) for name, value in values.items() if value is not None}
+    asked["shows_stop"] = replace(asked["stop_strings"], shows_stop=True)
+    asked["min_new_tokens"] = replace(asked["stop_ids"], min_new_tokens=5)
+    asked["biased_ids"] = replace(DEFAULT, sampling=replace(DEFAULT.sampling, biased_ids=(5,), biases=(3.0,)))
     for name, value in SAMPLING_CASES.items():
         if value is not None:
             asked[name] = replace(DEFAULT, sampling=replace(DEFAULT.sampling, **{name: value}))

@@ -38,6 +38,7 @@ def continuation_to_json(continuation: Continuation, *, routes: bool = False) ->
         request,
         prompt=continuation.tokens,
         max_new_tokens=continuation.max_new_tokens,
+        min_new_tokens=continuation.min_new_tokens,
         samples=1,
         first_sample=continuation.sample,
         adapter=BASE if continuation.adapter is None else continuation.adapter,

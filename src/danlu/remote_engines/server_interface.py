@@ -63,6 +63,11 @@ class Continuation:
     """The number of the answer among the request's."""
 
     @property
+    def min_new_tokens(self) -> int:
+        """The fewest further tokens of the answer."""
+        return max(0, self.request.min_new_tokens - (len(self.tokens) - len(self.request.prompt)))
+
+    @property
     def seed(self) -> int:
         """The seed of servers that draw by means of their own."""
         return seed_of(self.request, self.sample, len(self.tokens))
@@ -245,6 +250,15 @@ def check_version(name: str, url: str, version: Any) -> tuple[int, ...]:
             "between releases. Nothing was sent to it. Install a supported release of the server"
         )
     return release
+
+
+def unknown_option(name: str, request: Request) -> str | None:
+    """Returns the reason why a server that is no danlu refuses a request, whatever its kind; None: it need not."""
+    if request.min_new_tokens:
+        return f"{name} is not asked for answers of a least length: leave min_new_tokens at 0"
+    if request.sampling.biased_ids:
+        return f"{name} is not asked to bias tokens: leave out biased_ids"
+    return None
 
 
 def is_accepted(ask: Callable[[], object]) -> bool:

@@ -35,6 +35,7 @@ from danlu.remote_engines.server_interface import (
     check_vocabulary,
     during,
     is_accepted,
+    unknown_option,
     versions_by_token,
 )
 
@@ -97,7 +98,7 @@ class SGLangServer(GroupServer):
                 f"temperature {sampling.temperature:g}: SGLang was started with SGLANG_RETURN_ORIGINAL_LOGPROB, and "
                 "its log-probabilities leave out the temperature: start it without"
             )
-        return None
+        return unknown_option(self.name, request)
 
     def answer(self, continuation: Continuation) -> ServerAnswer:
         request, sampling = continuation.request, continuation.request.sampling

@@ -40,6 +40,7 @@ from danlu.remote_engines.server_interface import (
     check_vocabulary,
     during,
     is_accepted,
+    unknown_option,
     versions_by_token,
 )
 
@@ -141,7 +142,7 @@ class VLLMServer(GroupServer):
                 f"temperature {sampling.temperature:g}: vLLM was started with --logprobs-mode raw_logprobs, and these "
                 "log-probabilities leave out the temperature: start it with --logprobs-mode processed_logprobs"
             )
-        return None
+        return unknown_option(self.name, request)
 
     def answer(self, continuation: Continuation) -> ServerAnswer:
         request, sampling = continuation.request, continuation.request.sampling
