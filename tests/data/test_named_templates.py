@@ -23,8 +23,10 @@ from danlu.cli.main import main
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.shipped_files import templates
 from danlu.data.chat_template import ChatTemplate, with_defaults
+from danlu.data.prompt_encoding import up_to_content
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_folder import read_chat_template, tokenizer_fingerprint
+from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.recipe import library
 
 LLAMA_CPP = [
@@ -244,3 +246,20 @@ def test_the_key_of_the_cache_knows_them(tmp_path: Path) -> None:
     assert plain == none
     keys = [tokenizer_fingerprint(folder, template_kwargs={"enable_thinking": value}) for value in (True, False)]
     assert len({plain, *keys, tokenizer_fingerprint(folder, "chatml")}) == 4
+
+
+def test_a_conversation_has_variables_of_its_own(tmp_path: Path) -> None:
+    folder = str(make_tokenizer(tmp_path / "base", THINKING))
+    tokenizer = ChatTokenizer(load_tokenizer(folder, template_kwargs={"enable_thinking": False}))
+    assert tokenizer.render_chat(ASKED) == "Hi<think></think>"
+    assert tokenizer.render_chat(ASKED, None, {"enable_thinking": True}) == "Hi<think>"
+    assert tokenizer.render_chat(ASKED, begins_turn=False) == "Hi"
+
+
+def test_the_text_up_to_an_answer_that_is_begun() -> None:
+    begun = [*ASKED, {"role": "assistant", "content": " Once "}]
+    kept, trimmed = (named(name).render(begun) for name in ("chatml", "llama3"))
+    assert up_to_content(kept, " Once ").endswith("<|im_start|>assistant\n Once ")
+    assert up_to_content(trimmed, " Once ").endswith("assistant<|end_header_id|>\n\nOnce")
+    with pytest.raises(DataError, match="does not show the last message as it is written"):
+        up_to_content(kept, "Twice")

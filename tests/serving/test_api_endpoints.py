@@ -321,6 +321,26 @@ def test_tools_and_calls_are_shown_where_the_template_shows_them(tiny_world: Wor
     assert prompt == "look;user: Hello;assistant: look(7);tool: a fox;assistant:"
 
 
+def test_an_answer_that_is_begun(client: OpenAI, loaded: Loaded) -> None:
+    """The prompt ends with the text of the last message, and the answer is what the engine adds to it."""
+    begun = [*HELLO, {"role": "assistant", "content": "Once upon "}]
+    tokenizer = loaded.model.chat_tokenizer
+    text = tokenizer.render_chat(begun, begins_turn=False)
+    tokens = tokenizer.tokenizer.encode(text[: text.rindex("Once upon ") + len("Once upon ")])
+    extra = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    answer = client.chat.completions.create(model="tiny", messages=begun, extra_body=extra, **GREEDY)
+    assert answer.model_extra is not None and answer.model_extra["prompt_token_ids"] == tokens
+    assert answer.choices[0].message.content == expected(loaded, tokens)[0].text
+    assert tokens != tokenizer.encode_chat(begun)  # a turn of its own behind the message
+    for messages, wrong, told in (
+        (HELLO, extra, "the last message is not the beginning of an answer"),
+        (begun, {"continue_final_message": True, "add_generation_prompt": True}, "leave out one of both"),
+        (begun, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is a parameter of its own"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=told):
+            client.chat.completions.create(model="tiny", messages=messages, extra_body=wrong, **GREEDY)
+
+
 def test_an_adapter_speaks_with_the_tokenizer_and_template_of_its_own(tiny_world: World, tmp_path: Path) -> None:
     own = adapter_folder(tiny_world.base, tmp_path / "own", sections.Lora(), size=0.3)
     shutil.copytree(tiny_world.tokenizer, own, dirs_exist_ok=True)

@@ -59,6 +59,21 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, system: str | No
     return turns, template.render(turns, conversation.tools, prompt=True)
 
 
+def up_to_content(text: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message's content, for an answer that goes on with it.
+
+    White space at the end of the content stays where the template keeps it, as with transformers'
+    `continue_final_message`. Raises DataError for a template that does not show the content as it is.
+    """
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise DataError(
+            "the chat template does not show the last message as it is written, so an answer cannot go on with it"
+        )
+    whole = start + len(content.lstrip())
+    return text[:whole] if text[start:whole] == content.lstrip() else text[: start + len(content.strip())]
+
+
 def encode_utf8(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text as it stands. Raises DataError for one that has no UTF-8: with half of a surrogate pair."""
     try:

@@ -45,10 +45,19 @@ class ChatTokenizer:
         return encode_utf8(self.tokenizer, self.render_chat(messages, tools))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        begins_turn: bool = True,
     ) -> str:
-        """The text of which `encode_chat` gives the tokens; rendered in a process of its own."""
-        return template_process().render(self.tokenizer.template(bool(tools)), messages, tools, prompt=True)
+        """The text of which `encode_chat` gives the tokens; rendered in a process of its own.
+
+        kwargs: further variables of the chat template. begins_turn: whether it ends with the generation prompt.
+        """
+        template = self.tokenizer.template(bool(tools))
+        return template_process().render(template, messages, tools, prompt=begins_turn, kwargs=kwargs)
 
     def encode_chat_prompt(self, text: str) -> list[int]:
         """The tokens of one user's turn by the chat template."""

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from danlu.core.errors import DanluError
-from danlu.data.prompt_encoding import encode_utf8
+from danlu.data.prompt_encoding import encode_utf8, up_to_content
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
 from danlu.data.thoughts import ThoughtReader, opened_thought
@@ -40,7 +40,6 @@ from danlu.serving.openai_api import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     SamplingBody,
     TokenizeBody,
     parse_body,
@@ -139,7 +138,7 @@ class Api:
         """Answers a conversation. kind: writes the answer. Raises ApiError."""
         model = self.models.find(body.model)
         tools = [] if body.tool_choice == "none" else body.tools
-        prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
+        prompt = await self._tokenize(partial(self._encode_messages, model, body, tools), "messages")
         grammar = await self._tokenize(partial(chat_grammar_of, body, model, prompt.opened), "structured_outputs")
         requests = await self._requests(body, model, [prompt.tokens], grammar)
         read_calls = replace(model.read_calls, tools=tuple(tools)) if tools else None
@@ -206,14 +205,20 @@ class Api:
             )
 
     def _encode_messages(
-        self, model: ServedModel, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, model: ServedModel, body: ChatBody | TokenizeBody, tools: Sequence[dict[str, Any]]
     ) -> ChatPrompt:
         """The prompt of a conversation by the model's chat template. Raises ApiError, or DataError of the template.
 
         For the thread that tokenizes. Conversations that cannot fit are refused before the template sees them.
         """
-        chat_tokenizer = model.chat_tokenizer
+        chat_tokenizer, messages = model.chat_tokenizer, body.messages
         chat_tokenizer.require_chat_template()
+        if body.continue_final_message and not (messages[-1].role == "assistant" and messages[-1].content.strip()):
+            raise ApiError(
+                "continue_final_message: the last message is not the beginning of an answer: it needs role assistant "
+                "and a text",
+                param="continue_final_message",
+            )
         if len(messages) + len(tools) > self._room(model):
             raise ApiError(
                 f"messages: {len(messages) + len(tools):,} messages and tools are more than the {self._room(model):,} "
@@ -227,12 +232,14 @@ class Api:
             raise ApiError(
                 f"tools: the chat template of {model.name} shows the model no tools; leave them out", param="tools"
             )
-        text = chat_tokenizer.render_chat(turns, tools)
+        text = chat_tokenizer.render_chat(turns, tools, body.chat_template_kwargs, begins_turn=body.begins_turn)
+        if body.continue_final_message:
+            text = up_to_content(text, messages[-1].content)
         self._check_size(model, len(text), "messages")
         return ChatPrompt(encode_utf8(chat_tokenizer.tokenizer, text), opened_thought(text))
 
     def _encode_chat(self, model: ServedModel, body: TokenizeBody) -> list[int]:
-        return self._encode_messages(model, body.messages, body.tools).tokens
+        return self._encode_messages(model, body, body.tools).tokens
 
     def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
         """Raises ApiError for a prompt that the model cannot continue, or not so far."""

@@ -20,6 +20,7 @@ from danlu.inference.generation_config import SAMPLING_FIELDS
 from danlu.inference.request import SamplingOptions
 from danlu.recipe.messages import format_value
 from danlu.serving.structured_outputs import StructuredBody
+from danlu.serving.template_options import TemplateBody
 from danlu.serving.tool_choice import ToolsBody
 
 MAX_SAMPLES = 128
@@ -344,7 +345,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(f"messages: arguments of a tool call are no JSON: {error}", param="messages") from None
 
 
-class ChatBody(ToolsBody, SamplingBody):
+class ChatBody(ToolsBody, TemplateBody, SamplingBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -374,7 +375,7 @@ class ChatBody(ToolsBody, SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody, Body):
     """POST /tokenize, as vLLM has it: of a text, or of a conversation."""
 
     prompt: str | None = None
