@@ -268,8 +268,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "inference/chat_tokenizer.py",
-        "        return template_process().render(self.tokenizer.template(bool(tools)), messages, tools, prompt=True)",
-        "        return self.tokenizer.template(bool(tools)).render(messages, tools, prompt=True)",
+        "        return template_process().render(template, messages, tools, prompt=begins_turn, kwargs=kwargs)",
+        "        return template.render(messages, tools, prompt=begins_turn, kwargs=kwargs)",
         "serving/test_bounds.py",
         only="event_loop",
     ),
