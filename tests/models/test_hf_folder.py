@@ -166,3 +166,11 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, kind: str) -> 
     )
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     assert read_tensors(inside)["w"].file == inside / "a.safetensors"
+
+
+def test_a_tensor_in_two_shards_is_read_where_the_index_says(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"x": torch.zeros(2), "y": torch.zeros(2)}, tmp_path / "b.safetensors")
+    weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert {name: each.file.name for name, each in read_tensors(tmp_path).items()} == weight_map

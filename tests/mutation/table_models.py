@@ -255,8 +255,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/hf_folder.py",
         "if weight_map.get(name, shard) == shard}",
         "}",
-        "assembly/test_extended_base.py",
-        only="rows_start",
+        "models/test_hf_folder.py",
+        only="two_shards",
     ),
     Mutation(
         "assembly/token_notes.py",
