@@ -45,7 +45,7 @@ def refused(
         assert out == "" and "Traceback" not in said
         assert said.startswith("error: ") or "\nerror: " in said
         left = {entry.name for entry in output.glob("*")}
-        assert left <= {".lock", "recipe.yaml", "environment.json"}
+        assert left <= {".lock", "logs", "recipe.yaml", "environment.json"}
         assert not list(cache.glob("*.unfinished"))
         return said[said.index("error: ") :]
 

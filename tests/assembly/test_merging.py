@@ -272,8 +272,8 @@ def test_another_base_is_refused_unless_forced(bases: dict[str, Path], tmp_path:
         merge([widened(folder, "down_proj.lora_B")], tmp_path / "never", force=True)
     with pytest.raises(ModelError, match="which danlu does not support"):
         merge([changed(folder, "adapter_config.json", use_qalora=True)], tmp_path / "never")
-    with pytest.raises(ModelError, match="peft_type 'LOHA' is not supported"):
-        merge([changed(folder, "adapter_config.json", peft_type="LOHA")], tmp_path / "never")
+    with pytest.raises(ModelError, match="peft_type 'POLY' is not supported"):
+        merge([changed(folder, "adapter_config.json", peft_type="POLY")], tmp_path / "never")
 
 
 def test_a_base_that_moved_is_told_and_can_be_named(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_every_key_of_a_recipe_is_reached() -> None:
         for one in offered(f"danlu train r.yaml {above}"):
             waiting += [one] if one.endswith(".") else []
             reached |= {one.removesuffix("=")} if one.endswith("=") else set()
-    lists = ("data.train.", "data.eval.", "objective.", "rewards.", "teacher.", "long_context.stages.")
+    lists = ("data.train.", "data.eval.", "model.tokens.", "objective.", "rewards.", "teacher.", "long_context.stages.")
     assert reached == {key for key in keys() if not key.startswith(lists)}
 
 

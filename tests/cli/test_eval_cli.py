@@ -309,7 +309,7 @@ def test_what_people_read(folder, tmp_path, capsys):
         ([{"text": "ab cd"}], ["data.max_length=1"], 2, "data.max_length: at least 2, as the first token"),
         ([{"text": "ab cd"}], ["data.train_on=al"], 2, "data.train_on: expected one of all, assistant, last, not 'al'"),
         ([{"text": "ab cd"}], ["data.maxlength=9"], 2, "danlu eval takes no 'data.maxlength'. Did you mean 'data.max_"),
-        ([{"text": "ab cd"}], ["data.streaming=true"], 2, "danlu eval takes no 'data.streaming'. It takes data.max_l"),
+        ([{"text": "ab cd"}], ["data.streaming=true"], 2, "danlu eval takes no 'data.streaming'. It takes data.col"),
         ([{"text": "ab cd"}], ["--dtype", "int4"], 2, "--dtype: 'int4' is unknown; use auto, fp32, bf16, fp16"),
     ],
 )

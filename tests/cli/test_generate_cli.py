@@ -480,7 +480,7 @@ def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, c
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     edit_json(copy / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
     other = Path(shutil.copytree(adapter, tmp_path / "other"))
-    edit_json(other / "adapter_config.json", peft_type="LOHA")
+    edit_json(other / "adapter_config.json", peft_type="POLY")
     odd, bits = (Path(shutil.copytree(adapter, tmp_path / name)) for name in ("odd", "bits"))
     edit_json(odd / "danlu.json", quantization={"kind": "nf3"})
     edit_json(bits / "danlu.json", quantization={"kind": "nf4", "block": "x"})
@@ -491,7 +491,7 @@ def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, c
         ([copy], 4, "Say where it is with --base FOLDER"),
         ([adapter, "--base", chanting], 4, "was trained on another base"),
         ([tiny_world.base, "--base", chanting], 2, "--base: "),
-        ([other], 4, "peft_type 'LOHA' is not supported"),
+        ([other], 4, "peft_type 'POLY' is not supported"),
         (
             [odd],
             4,

@@ -78,7 +78,7 @@ def test_the_check_finds_what_it_looks_for() -> None:
 def talking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the model says, it reads as hostile text."""
     completion = Answer.completion
-    monkeypatch.setattr(TextStream, "push", lambda self, token: HOSTILE)
+    monkeypatch.setattr(TextStream, "push", lambda self, token, *, may_stop=True: HOSTILE)
     monkeypatch.setattr(Answer, "completion", lambda self: replace(completion(self), text=HOSTILE))
 
 

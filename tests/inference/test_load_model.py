@@ -116,6 +116,6 @@ def test_what_cannot_be_opened(tiny_world: World, tmp_path: Path, monkeypatch: p
     with pytest.raises(ResourceError, match="device cuda: torch sees no CUDA device here"):
         opened(tiny_world.base, device="cuda")
     folder = adapter_folder(tiny_world.base, tmp_path / "adapter", sections.Lora())
-    changed(folder, "adapter_config.json", peft_type="LOHA")
-    with pytest.raises(ModelError, match="peft_type 'LOHA' is not supported; supported: .*LORA"):
+    changed(folder, "adapter_config.json", peft_type="POLY")
+    with pytest.raises(ModelError, match="peft_type 'POLY' is not supported; supported: .*LORA"):
         opened(folder)

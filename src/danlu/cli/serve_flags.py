@@ -23,7 +23,7 @@ class EngineFlags:
     sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256
     adapters_root: Annotated[
         Path | None,
-        typer.Option(help="Let requests load adapters below this folder, and drop them (/v1/load_lora_adapter)."),
+        typer.Option(help="Let requests load adapters below this folder, and drop them: /v1/load_lora_adapter"),
     ] = None
     pooling: Annotated[
         Literal["last", "mean"], typer.Option(help="/v1/embeddings: the last token's hidden state, or the mean of all.")

@@ -176,7 +176,8 @@ class DecoderBuilder:
         )
         lines = put_on_base(subject)
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
-        lines = [*lines, *self._untrained_lines(ranks, stage_data.tokenizer)]
+        if start is None:  # a run that is resumed needs no more of its base
+            lines = [*lines, *self._untrained_lines(ranks, stage_data.tokenizer)]
         placed = replace(placed, notes=(*placed.notes, *lines))
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
