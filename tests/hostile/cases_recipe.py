@@ -783,9 +783,7 @@ CASES = [
         "eval override of the model",
         ("eval", "@base", "--data", "@chat", "steps=4"),
         2,
-        (
-            "error: override 'steps=4': danlu eval takes no 'steps'. It takes data.columns, data.max_length, data.overlong,",
-        ),
+        ("error: override 'steps=4': danlu eval takes no 'steps'. It takes data.columns, data.max_length,",),
     ),
     Case(
         "preview rows negative",
