@@ -31,7 +31,7 @@ _NOT_READ = {*(name for names in _NAMES.values() for name in names), *_PAIR, "im
 """Its names of columns that some formatting does not read."""
 
 
-def mapping_beside(path: Path) -> ColumnMapping | None:
+def neighboring_mapping(path: Path) -> ColumnMapping | None:
     """The columns that a dataset_info.json next to a file names for it; None where it has no entry with any.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular
 from danlu.data.column_mapping import LOOKED_THROUGH, ColumnMapping
-from danlu.data.dataset_info import DATASET_INFO, mapping_beside
+from danlu.data.dataset_info import DATASET_INFO, neighboring_mapping
 from danlu.data.file_formats import (
     BATCH_ROWS,
     READ_BYTES,
@@ -76,7 +76,7 @@ def _mapped_rows(source: Source, path: Path, columns: Columns | None) -> Iterato
         yield from _checked(_read_files(_files(path), path), given, str(path))
     else:
         for file in _files(path):
-            yield from _checked(_read_files([file], path), mapping_beside(file), str(file))
+            yield from _checked(_read_files([file], path), neighboring_mapping(file), str(file))
 
 
 def _checked(placed: Iterator[LocatedContent], mapping: ColumnMapping | None, where: str) -> Iterator[_MappedContent]:
@@ -96,8 +96,8 @@ def _given_mapping(source: Source, path: Path, columns: Columns | None) -> tuple
         return True, ColumnMapping.of(source.columns, "columns") if source.columns else None
     if columns is not None:
         return True, ColumnMapping.of(columns, "data.columns") if columns else None
-    beside = mapping_beside(path) if _exists(path) and path.is_dir() else None
-    return beside is not None, beside
+    mapping = neighboring_mapping(path) if _exists(path) and path.is_dir() else None
+    return mapping is not None, mapping
 
 
 def column_mappings(source: Source, columns: Columns | None = None) -> list[ColumnMapping]:
@@ -105,7 +105,7 @@ def column_mappings(source: Source, columns: Columns | None = None) -> list[Colu
     path, _ = _path_and_row_limit(source)
     is_given, given = _given_mapping(source, path, columns)
     is_one = is_given or not _exists(path)
-    mappings = [given] if is_one else [mapping_beside(file) for file in _files(path)]
+    mappings = [given] if is_one else [neighboring_mapping(file) for file in _files(path)]
     return [mapping for mapping in mappings if mapping is not None]
 
 

@@ -40,7 +40,7 @@ def balance_lines(recipe: Recipe, samples: Samples) -> Iterator[str]:
         key, value = ("undesirable", good / undesirable) if good > bad else ("desirable", bad / desirable)
         yield (
             f"objective {term.kind}: {desirable:,} desirable and {undesirable:,} undesirable answers weigh {good:g} : "
-            f"{bad:g}, and the rarer kind teaches little beside the other. Set objective: {{kind: {term.kind}, {key}: "
+            f"{bad:g}, and the rarer kind teaches little next to the other. Set objective: {{kind: {term.kind}, {key}: "
             f"{value:.3g}}} for 1 : 1"
         )
 
