@@ -482,7 +482,8 @@ CHAT_ROW = messages(*TWO_TURNS)
 
 def test_a_tokenizer_without_chat_template_renders_text_only(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, None)
-    with pytest.raises(DataError, match=r"no chat template.*model\.chat_template, or train on rows of plain text"):
+    problem = r"no chat template.*Name one in model\.chat_template: .*chatml.*\. Or train on rows of plain text"
+    with pytest.raises(DataError, match=problem):
         render(parse_row(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
     (sample,) = render(parse_row({"text": "Hi"}, "auto", "row"), "row", tokenizer, ASSISTANT)
     assert tokenizer.decode(sample.tokens.tolist()) == "Hi</s>"
