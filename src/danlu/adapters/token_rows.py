@@ -34,7 +34,15 @@ class TokenRows(nn.Module):
     token_rows: nn.Parameter
     token_ids: Tensor
 
-    def _hold(self, ids: Sequence[int], width: int, rows: nn.Parameter | None, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        ids: Sequence[int],
+        width: int,
+        rows: nn.Parameter | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
         self.token_rows = nn.Parameter(torch.empty(len(ids), width, device=device)) if rows is None else rows
         self.register_buffer("token_ids", torch.tensor(sorted(ids), device=device), persistent=False)
         self.is_initialized = False
@@ -67,17 +75,6 @@ class TokenRows(nn.Module):
 class EmbeddingRows(TokenRows, EmbeddingAdapter):
     """Rows of an embedding; before Gemma's multiplier, as all of its rows."""
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        width: int,
-        rows: nn.Parameter | None = None,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        self._hold(ids, width, rows, device)
-
     def adapt_output(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
         _, elsewhere = embedding.local_rows(tokens)
         index = torch.searchsorted(self.token_ids, tokens).clamp_max(len(self.token_ids) - 1)
@@ -91,17 +88,6 @@ class EmbeddingRows(TokenRows, EmbeddingAdapter):
 
 class HeadRows(TokenRows, Adapter):
     """Rows of a head, [N, D] -> N of its outputs."""
-
-    def __init__(
-        self,
-        ids: Sequence[int],
-        width: int,
-        rows: nn.Parameter | None = None,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        self._hold(ids, width, rows, device)
 
     def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         return y.index_copy(-1, self._places(), F.linear(x, self._here(self.token_rows).to(x.dtype)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ class EngineAdapters(ABC):
 
     def __init__(self, adapters: AdapterSet) -> None:
         self._adapters = adapters
+        self._added_count = 0
 
     def use(self, name: str | None) -> None:
         """Activates the adapters of a name, with `BASE` none at all; None stands for those that were active at
@@ -37,6 +37,27 @@ class EngineAdapters(ABC):
     def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
         """The virtual tokens that every prompt of a name begins with, whether or not it is active."""
         return self._adapters.virtual_token_ids_of(self._names_in_set(name))
+
+    def _add(self, label: str, folder: AdapterFolder, below: tuple[str, ...], active: tuple[str, ...]) -> str:
+        """Loads an adapter, and returns its name in the set, which no other has had: labels may be alike.
+
+        below: the adapters underneath. active: those that are active afterwards, also where it fails, which leaves
+        nothing of it.
+        """
+        from danlu.adapters.peft_folder import add_adapter
+
+        self._added_count += 1
+        name_in_set = f"{label}-{self._added_count}"
+        self._adapters.activate(*below)
+        try:
+            add_adapter(self._adapters, name_in_set, folder)
+        except Exception:
+            if name_in_set in self._adapters.added:
+                self._adapters.remove(name_in_set)
+            raise
+        finally:
+            self._adapters.activate(*active)
+        return name_in_set
 
     def _names_in_set(self, name: str | None) -> tuple[str, ...]:
         return () if name == BASE else self._stack(name)
@@ -77,20 +98,8 @@ class LoadableAdapters(EngineAdapters):
 
     def put(self, name: str, folder: AdapterFolder) -> None:
         """Loads an adapter of a new name. Raises ModelError for one that does not fit the base."""
-        from danlu.adapters.peft_folder import add_adapter
-
         assert name not in self._stacks, "each has its own name"
-        name_in_set = re.sub(r"\W", "-", f"loaded-{name}")
-        self._adapters.activate()
-        try:
-            add_adapter(self._adapters, name_in_set, folder)
-        except Exception:
-            if name_in_set in self._adapters.added:
-                self._adapters.remove(name_in_set)
-            raise
-        finally:
-            self._adapters.activate(*self._first)
-        self._stacks[name] = (name_in_set,)
+        self._stacks[name] = (self._add("loaded", folder, (), self._first),)
 
     def drop(self, name: str) -> None:
         """Gives the memory of a loaded adapter back."""
@@ -112,7 +121,6 @@ class ReplaceableAdapters(EngineAdapters):
         super().__init__(adapters)
         self.below = tuple(below)
         self._arrived: dict[str, str] = {}  # names in the set
-        self._count = 0
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -124,21 +132,8 @@ class ReplaceableAdapters(EngineAdapters):
 
         Raises ModelError for one that does not fit the base.
         """
-        from danlu.adapters.peft_folder import add_adapter
-
-        self._count += 1
-        name_in_set = f"{name}-{self._count}"
-        self._adapters.activate(*self.below)
-        try:
-            add_adapter(self._adapters, name_in_set, folder)
-        except Exception:
-            if name_in_set in self._adapters.added:
-                self._adapters.remove(name_in_set)
-            raise
-        finally:
-            self._adapters.activate(*self.below)
         before = self._arrived.get(name)
-        self._arrived[name] = name_in_set
+        self._arrived[name] = self._add(name, folder, self.below, self.below)
         if before is not None:
             self._adapters.remove(before)
 
