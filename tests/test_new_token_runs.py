@@ -283,8 +283,10 @@ def test_preview_shows_old_and_new_ids(tiny_world: World, tmp_path: Path, capsys
         {"text": text, "id": token, "before": own.encode(text, add_special_tokens=False)}
         for text, token in (("<plan>", 400), ("<act>", 401))
     ]
-    assert danlu("preview", file, "--rows", "1") == 0
-    assert f"<act>: 401, before {' '.join(map(str, shown[1]['before']))}" in capsys.readouterr().out
+    assert danlu("preview", file, "--rows", "1", "--html", tmp_path / "page.html") == 0
+    before = " ".join(map(str, shown[1]["before"]))
+    assert f"<act>: 401, before {before}" in capsys.readouterr().out
+    assert f"<code>&lt;act&gt;</code></th><td>401</td><td>{before}</td>" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow

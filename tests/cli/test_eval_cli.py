@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ TALKS = [
         ("user", "How many apples has Tom?"), ("assistant", "Three, of course."),
     ],
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_progress_bars() -> Iterator[None]:
+    """transformers shows none as it loads a model: `evaluated` looks at stderr."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +82,7 @@ def evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
 def transformers_scores(folder: Path, rows: Sequence[Row]) -> dict[str, float]:
     """Loss, accuracy and scored tokens, a row at a time: the model's own loss, weighted by its labels."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # stderr is looked at
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     total = correct = count = 0.0
     for ids, labels in rows:

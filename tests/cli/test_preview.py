@@ -341,7 +341,7 @@ def prompts(tiny_world: World, in_this_process: None, tmp_path: Path) -> Callabl
             **changes,
         }
         values = tiny_world.values(tmp_path / "run", **values) | {
-            "model": str(tiny_world.base),
+            "model": changes.get("model", str(tiny_world.base)),
             "batch": {"prompts": 2},
         }
         file = tmp_path / "run.yaml"
@@ -378,7 +378,18 @@ def test_prompts_as_json_have_the_tokens_of_the_run(prompts: Any, capsys: pytest
     assert long["shortened"] and not bad["samples"] and "names the column 'question'" in bad["bad"]
     assert tokens["rows.jsonl:1"] != tokens["rows.jsonl:3"]  # control
     assert danlu("preview", recipe, "--row", "rows.jsonl:3", "--json") == 0
-    assert [row["row"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rows.jsonl:3"]
+    third = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in third["rows"]] == ["rows.jsonl:3"] and third["new_tokens"] == []
+
+
+def test_new_tokens_of_prompts_are_in_the_json(
+    prompts: Any, tiny_world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = prompts({**QUESTION, "question": "A <plan>?"}, model={"path": str(tiny_world.base), "tokens": ["<plan>"]})
+    assert danlu("preview", recipe, "--json", "--rows", 1) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(token["text"], token["id"]) for token in shown["new_tokens"]] == [("<plan>", 400)]
+    assert 400 in shown["rows"][0]["samples"][0]["ids"]
 
 
 def test_prompts_that_a_run_refuses_are_shown_and_then_refused(

@@ -355,7 +355,8 @@ def test_text_is_escaped_and_nothing_comes_from_outside(recipe: Any) -> None:
     statistics = replace(COUNTS, bad_examples=[evil], endless_example=evil)
     pack = Pack((Sample(np.zeros(9, np.int32), np.zeros(9, np.float32), evil),) * 9)
     bad = PreviewRow(0, 1, evil, bad=evil, columns=evil)
-    text = preview_page.page(evil, recipe(), [row, bad], overview_of(statistics, (pack,)), None, evil)
+    overview = overview_of(statistics, (pack,))
+    text = preview_page.page(evil, recipe(), [row, bad], overview, None, evil, [(evil, 9, [1])])
     page = Page(text)
     assert not {tag for tag, _ in page.elements} & {"script", "img", "link", "iframe", "object"}
     assert not any(name.startswith("on") or name in ("src", "href") for _, found in page.elements for name in found)
@@ -382,6 +383,17 @@ def test_the_page_says_what_the_terminal_says(recipe: Any) -> None:
     assert page.text.count("1 chat.jsonl:7") == 1  # the last document of the pack is in the details
     short = Page(page_of(ROW, recipe=recipe(), most=4))
     assert "8 tokens not shown" in short.text and len(short.tokens) == 4
+
+
+def test_the_page_lists_new_tokens_with_old_and_new_ids(recipe: Any) -> None:
+    tokens = [("<plan>", 64, [60, 7, 62]), ("\n", 65, [3])]
+    text = preview_page.page("sft.yaml", recipe(), [ROW], overview_of(COUNTS), None, None, tokens)
+    assert "New tokens" in Page(text).text
+    table = text.partition('<table class="new-tokens">')[2].partition("</table>")[0]
+    assert re.findall(r"<td>(.*?)</td>|<code>(.*?)</code>", table) == [
+        ("", "&lt;plan&gt;"), ("64", ""), ("60 7 62", ""), ("", "↵"), ("65", ""), ("3", "")
+    ]  # fmt: skip
+    assert "New tokens" not in Page(page_of(ROW, recipe=recipe())).text
 
 
 def test_both_grounds_have_enough_contrast() -> None:

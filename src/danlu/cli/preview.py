@@ -98,7 +98,7 @@ def _preview(
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # reading the rest may take minutes
     if recipe.stage == "rl":
-        _show_prompts(recipe, out, shown, as_json=as_json)
+        _show_prompts(recipe, out, shown, new_tokens, as_json=as_json)
         return
     positions = max_sample_length(recipe.model, recipe.adapter, recipe.long_context, recipe.data.max_length)
     summary, refused = _summary(spec, positions, packs, shown)
@@ -112,7 +112,7 @@ def _preview(
     if as_json:
         echo(preview_json.as_json(recipe, shown, summary, refusal, new_tokens))
     if html is not None:
-        PAGE.write(html, page(name, recipe, shown, summary, max_tokens, refusal))
+        PAGE.write(html, page(name, recipe, shown, summary, max_tokens, refusal, new_tokens))
         (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
@@ -199,7 +199,14 @@ def _write_model_and_memory(out: PlainWriter, recipe: Recipe, tokenizer: Tokeniz
         out.line(line.removeprefix("memory "))
 
 
-def _show_prompts(recipe: Recipe, out: PlainWriter, shown: Sequence[PreviewRow], *, as_json: bool) -> None:
+def _show_prompts(
+    recipe: Recipe,
+    out: PlainWriter,
+    shown: Sequence[PreviewRow],
+    new_tokens: Sequence[tuple[str, int, list[int]]],
+    *,
+    as_json: bool,
+) -> None:
     """Shows the fate of all prompts."""
     from danlu.report import preview_json
     from danlu.stages.prompt_reader import PromptReader  # loads torch
@@ -209,7 +216,7 @@ def _show_prompts(recipe: Recipe, out: PlainWriter, shown: Sequence[PreviewRow],
     for line in lines:
         out.line(line)
     if as_json:
-        echo(preview_json.prompts_as_json(recipe, shown, lines))
+        echo(preview_json.prompts_as_json(recipe, shown, lines, new_tokens))
 
 
 def _date(recipe: Recipe) -> str | None:

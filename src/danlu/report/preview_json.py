@@ -35,7 +35,7 @@ def as_json(
             "packing": recipe.data.packing.kind,
             "refused": refused,
             "warnings": list(content.warnings(overview, recipe)),
-            "new_tokens": [{"text": text, "id": token, "before": before} for text, token, before in new_tokens],
+            "new_tokens": _new_tokens(new_tokens),
             "reasons": {reason.label: content.REASON_DESCRIPTIONS[reason] for reason in Reason},
             "rows": [_row(row, recipe) for row in rows],
             "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],
@@ -47,17 +47,27 @@ def as_json(
     )
 
 
-def prompts_as_json(recipe: Recipe, rows: Sequence[PreviewRow], lines: Sequence[str]) -> str:
-    """Returns the prompts of stage rl as JSON. lines: the fate of all rows, as a run reports it."""
+def prompts_as_json(
+    recipe: Recipe,
+    rows: Sequence[PreviewRow],
+    lines: Sequence[str],
+    new_tokens: Sequence[tuple[str, int, list[int]]] = (),
+) -> str:
+    """Returns the prompts of stage rl as JSON. lines: the fate of all rows, as a run reports it; rest as `as_json`."""
     return json.dumps(
         {
             "stage": recipe.stage,
             "max_length": recipe.data.max_length,
             "max_new_tokens": recipe.rollout.max_new_tokens,
+            "new_tokens": _new_tokens(new_tokens),
             "rows": [_row(row, recipe) for row in rows],
             "prompts": list(lines),
         }
     )
+
+
+def _new_tokens(tokens: Sequence[tuple[str, int, list[int]]]) -> list[dict[str, Any]]:
+    return [{"text": text, "id": token, "before": before} for text, token, before in tokens]
 
 
 def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def page(
     overview: DatasetSummary,
     max_tokens: int | None,
     refusal: str | None,
+    new_tokens: Sequence[tuple[str, int, list[int]]] = (),
 ) -> str:
     """The whole page.
 
@@ -43,6 +44,7 @@ def page(
         name: of the recipe.
         max_tokens: the number of tokens shown of a sample; None for all.
         refusal: why a run would not begin; None if it would.
+        new_tokens: (text, id, ids that the text had before) of the recipe's model.tokens.
     """
     return PAGE.render(
         title=f"danlu preview of {name}",
@@ -53,6 +55,7 @@ def page(
         max_tokens=max_tokens,
         overview=overview,
         reason_colours=REASON_COLOURS,
+        new_tokens=new_tokens,
         refusal=refusal,
         rows=rows,
         sentence=lambda text: text[0].upper() + text[1:],
