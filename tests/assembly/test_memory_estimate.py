@@ -26,7 +26,7 @@ from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parallelize import place, subject_of
 from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError, RecipeError
-from danlu.core.types import Pack, Sample
+from danlu.core.types import MemoryParts, Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import parameter_shapes
@@ -48,7 +48,6 @@ from danlu.stages.builder import placed_decoder
 from danlu.stages.step_budget import DecoderBudget
 from danlu.stages.table import STAGES
 from danlu.training import loop
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.step import accumulate
 
 CPU = torch.device("cpu")

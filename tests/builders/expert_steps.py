@@ -11,6 +11,7 @@ import torch
 from builders.parallel_steps import steps_of
 from builders.small_experts import KINDS, experts_config
 from danlu.assembly.optimizer import optimizer_of
+from danlu.core.types import MemoryParts
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of
@@ -19,7 +20,6 @@ from danlu.recipe import load
 from danlu.run.memory_preview import estimate_from_config
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.step_budget import DecoderBudget
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.state import restore
 from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.step_traffic import StepTraffic, measure_step_traffic

@@ -7,14 +7,14 @@ import torch
 from typer.testing import CliRunner
 
 from danlu.cli.bench import _thread_counts, app
-from danlu.planning import precision
+from danlu.planning import machine_profile
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_and_no_time(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(precision, "measure", lambda dtype, device, seconds: 2e12 / dtype.itemsize)
+    monkeypatch.setattr(machine_profile, "measure", lambda dtype, device, seconds: 2e12 / dtype.itemsize)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

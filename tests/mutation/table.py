@@ -1623,7 +1623,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_flops.py",
     ),
     Mutation(
-        "planning/precision.py",
+        "planning/machine_profile.py",
         'return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"',
         'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',
         "planning/test_precision.py",

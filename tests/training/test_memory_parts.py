@@ -10,8 +10,9 @@ import torch
 from builders.peak_memory import peak_in
 from builders.tiny_world import World, danlu
 
+from danlu.core.types import MemoryParts
 from danlu.training import loop
-from danlu.training.memory_parts import Activations, MemoryParts
+from danlu.training.memory_parts import Activations, memory_line
 
 # Wide enough that the parts are large against what every product allocates for a moment.
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
@@ -40,7 +41,7 @@ def test_the_sum_of_the_parts_is_the_peak_of_a_step(
         return ""
 
     monkeypatch.setattr(loop, "accumulate", accumulate)
-    monkeypatch.setattr(MemoryParts, "line", kept)
+    monkeypatch.setattr("danlu.run.train.memory_line", kept)
     changes: dict[str, Any] = {
         "model": {"config": None, "tokenizer": None, "path": str(tmp_path / "base")},
         "adapter": "lora",
@@ -77,9 +78,9 @@ def test_each_storage_counts_once_and_weights_do_not() -> None:
 def test_the_line_names_what_is_no_tensor() -> None:
     mib = 2**20
     parts = MemoryParts(111 * mib, 2 * mib, 2 * mib, 4 * mib, 0, 155 * mib, 24 * mib)
-    assert parts.line(240 * mib, 829 * mib) == (
+    assert memory_line(parts, 240 * mib, 829 * mib) == (
         "memory: weights 111 MiB + adapter 2.00 MiB + gradients 2.00 MiB + optimizer 4.00 MiB + activations 155 MiB + "
         "logits 24.0 MiB = 298 MiB in tensors; at most 829 MiB were held (program 240 MiB, kernels and freed memory "
         "291 MiB)"
     )
-    assert parts.line(0, 300 * mib).endswith("= 298 MiB in tensors; at most 300 MiB were held")
+    assert memory_line(parts, 0, 300 * mib).endswith("= 298 MiB in tensors; at most 300 MiB were held")

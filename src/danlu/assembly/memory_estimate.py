@@ -18,12 +18,14 @@ from torch import nn
 
 from danlu.core.dtensor import is_dtensor
 from danlu.core.errors import ModelError, RecipeError
+from danlu.core.types import MemoryParts
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Mixer
+from danlu.numerics.dtypes import DTYPES
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
 from danlu.planning.activation_memory import (
@@ -37,11 +39,9 @@ from danlu.planning.activation_memory import (
     slack_of,
 )
 from danlu.planning.memory_advice import advice
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
 from danlu.recipe.sections import Parallel
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.units import format_bytes
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.

@@ -26,6 +26,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import data, tensor
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import ExpertDistributor, expert_names
@@ -35,7 +36,6 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Memory, Model, Parallel
 

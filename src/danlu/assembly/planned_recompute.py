@@ -17,9 +17,9 @@ from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import tensor
 from danlu.parallel.ranks import Ranks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def gemm(
     import torch
 
     from danlu.core.errors import ResourceError
-    from danlu.planning.precision import measured_peak, specified_peak
+    from danlu.planning.machine_profile import measured_peak, specified_peak
 
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not auto, cpu or cuda", param_hint="--device")

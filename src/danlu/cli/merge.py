@@ -87,7 +87,7 @@ def write_model(
     from danlu.assembly import merging
     from danlu.cli.train import suggested_commands
     from danlu.inference.quantization_choice import quantization_section
-    from danlu.planning.precision import DTYPES
+    from danlu.numerics.dtypes import DTYPES
 
     section = quantization_section(quantization)
     merged = merging.merge(

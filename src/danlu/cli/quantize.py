@@ -46,7 +46,7 @@ def quantize(
     read_config(folder)
     print_status_early(f"reading {folder}")
     from danlu.assembly import quantizing
-    from danlu.planning.precision import DTYPES
+    from danlu.numerics.dtypes import DTYPES
     from danlu.recipe import sections
     from danlu.training.progress import RowProgress
     from danlu.training.units import format_bytes

@@ -261,10 +261,8 @@ class Batch:
     """[T, layers with experts, experts of a token] int16: the experts that the policy sends each token to, -1 where its
     router chooses; None where it chooses for all."""
     shares: tuple[Share, ...] = ()
-    """The share of each context rank, where these tokens are the share of one; empty where they are all tokens.
-
-    With shares, `boundaries` and `rows` are those of the rank's runs, not of whole documents.
-    """
+    """The share of each context rank, where these tokens are the share of one; empty where they are all tokens. With
+    shares, `boundaries` and `rows` are those of the rank's runs, not of whole documents."""
     document_lengths: Tensor | None = None
     """[T] int64, of each token's whole document, the longest path of a tree; None where documents are whole."""
     shared_branches: SharedBranches | None = None  # where `shares` are not empty
@@ -290,9 +288,7 @@ Task = Literal["causal-lm", "sequence-classification", "token-classification"]
 """The task of a decoder. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
 
 Role = str
-"""The role of a model in a stage: the policy, which is trained and the result; a reference, teacher, reward or
-value.
-"""
+"""The role of a model in a stage: the policy, which is trained and the result; a reference, teacher, reward, value."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +332,7 @@ class Outputs(Protocol):
         self,
         *,
         temperature: float = 1.0,
-        support: Tensor
-        | None = None,  # [N, K] int64: ids that the distribution is confined to; -1 is no id, and no ids are all
+        support: Tensor | None = None,  # [N, K] int64: ids it is confined to; -1 is no id, and no ids are all
         entropy: bool = False,
         collision: bool = False,
     ) -> TokenLogprobs: ...
@@ -352,9 +347,8 @@ class Outputs(Protocol):
         top_k: int | None = None,
     ) -> Tensor: ...  # [N] float32, nats, times temperature^2: see `objectives.divergence`
 
-    def top_tokens(
-        self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None
-    ) -> TopTokens: ...  # of ids below `vocab_size`
+    # of ids below `vocab_size`
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens: ...
 
     def scores(self) -> Tensor: ...  # [M] or [M, labels] float32: what the head says at the last token of each branch
 
@@ -467,6 +461,27 @@ class StepMetrics:
     tokens_per_second: float
     memory_bytes: int  # peak so far: resident on CPU, allocated on CUDA
     extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of tensors at the peak of a training step; the field names are those of summary.json."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    logits: int
+    packed: int = 0  # the dense copy of one matrix at a time of a quantized base
+    gathered: int = 0  # parameters that are all-gathered for a while, of shards
+    stash: int = 0  # versions of trained weights before the newest, for micro-batches in flight (PipeDream)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

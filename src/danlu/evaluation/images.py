@@ -11,7 +11,7 @@ from danlu.core.terminal import echo
 from danlu.data.images import read_images
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
-from danlu.planning.precision import DTYPES
+from danlu.numerics.dtypes import DTYPES
 from danlu.recipe.sections import Source
 from danlu.stages.classifier import MAX_IMAGES_PER_MICRO_BATCH, ClassifierLearner
 from danlu.training.evaluation import evaluate

@@ -25,6 +25,7 @@ from danlu.assembly.memory_estimate import (
 from danlu.assembly.parameters import kept_whole
 from danlu.assembly.recipe_adapters import base_config
 from danlu.core.errors import ModelError, RecipeError
+from danlu.core.types import MemoryParts
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.memory.recompute import plan_of
 from danlu.models.chunks import Chunks, DeviceMap
@@ -45,7 +46,6 @@ from danlu.stages.protocols import ModelSpec
 from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
-from danlu.training.memory_parts import MemoryParts
 
 
 def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:

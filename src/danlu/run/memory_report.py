@@ -10,9 +10,10 @@ import torch
 
 from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines
 from danlu.core.errors import ResourceError
+from danlu.core.types import MemoryParts
 from danlu.recipe import Recipe
 from danlu.stages.protocols import StepBudget
-from danlu.training.memory_parts import MemoryParts, resident_bytes
+from danlu.training.memory_parts import resident_bytes
 from danlu.training.metrics import peak_memory_bytes
 from danlu.training.out_of_memory import is_out_of_memory, out_of_memory_message
 from danlu.training.state import Run

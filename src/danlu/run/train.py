@@ -35,7 +35,7 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.phase import track_modules
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.planning.precision import product_speeds, slower
+from danlu.planning.machine_profile import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.recipe.device_map import named_devices
 from danlu.run.auto_values import with_auto_values
@@ -51,7 +51,7 @@ from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.data_loader import DataLoader
 from danlu.training.environment import changes_that_matter, describe_environment, write_environment
 from danlu.training.loop import fit
-from danlu.training.memory_parts import resident_bytes
+from danlu.training.memory_parts import memory_line, resident_bytes
 from danlu.training.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.training.recorders import OptionalRecorder
 from danlu.training.run_folder import Start, check_output_folder, finished, require_writable, starting_point
@@ -65,7 +65,7 @@ from danlu.training.watch import Watch
 if TYPE_CHECKING:
     from danlu.numerics.loss_scaling import LossScaler
     from danlu.optim.ema import Ema
-    from danlu.planning.precision import Peak
+    from danlu.planning.machine_profile import Peak
 
 Log = Callable[[str], None]
 
@@ -278,7 +278,7 @@ def _finish(
     memory = None
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.budget.memory(run)
-        session.log(memory.line(program, peak_memory_bytes(session.device)))
+        session.log(memory_line(memory, program, peak_memory_bytes(session.device)))
     # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
     logged = None if run.metrics is None or run.data_loader.generated is not None else read_metrics(run.metrics.path)
     if logged is not None and (flat := flat_loss(logged)) is not None:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from danlu.core.errors import RecipeError, TrainingError
 from danlu.core.types import (
     Loss,
+    MemoryParts,
     Objective,
     Outputs,
     Role,
@@ -26,6 +27,7 @@ from danlu.data.images import Image, ImageBatch, ImageSampler, collate_images, h
 from danlu.data.sources import reported_sources
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
+from danlu.numerics.dtypes import DTYPES
 from danlu.objectives.cross_entropy import CrossEntropy, logits_cross_entropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.build import Optimizers
@@ -34,13 +36,12 @@ from danlu.parallel.batch_sharding import shard_in_order
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Parallel
 from danlu.stages.protocols import LeastSeconds, PlacedStage, Stage, StageData
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
-from danlu.training.memory_parts import Activations, MemoryParts
+from danlu.training.memory_parts import Activations
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run
 

@@ -26,10 +26,10 @@ from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import split_problems
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, Recompute
 from danlu.stages.protocols import ModelSpec

@@ -31,7 +31,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.long_context import original_length, with_long_context
 from danlu.models.longrope_search import Candidate, count, search
-from danlu.planning.precision import DTYPES
+from danlu.numerics.dtypes import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.reader import dataset_spec, prepared_data

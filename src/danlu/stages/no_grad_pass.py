@@ -16,8 +16,8 @@ from torch import Tensor
 
 from danlu.assembly.parallelize import Placed, token_shares
 from danlu.core.types import Batch, Loss, Objective, Outputs, Pack, Role, StepLogprobs, Totals
+from danlu.numerics.dtypes import DTYPES
 from danlu.objectives.branches import local_sum_by_branch
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.roles import forward_of

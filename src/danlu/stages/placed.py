@@ -19,10 +19,10 @@ from danlu.core.errors import RecipeError
 from danlu.core.types import HeadObjective, Objective, Pack, Role
 from danlu.data.batch import EMPTY_PACK
 from danlu.models.decoder import Decoder
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import data
 from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.parallel_context import ParallelContext
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import (
     DecoderLearner,

@@ -10,8 +10,8 @@ from danlu.assembly.recipe_adapters import adapter_warnings
 from danlu.models.block_scaled import scaled_method
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.modules import GroupedLinear
+from danlu.numerics.dtypes import DTYPES
 from danlu.numerics.quantized_weight import QuantizedModule
-from danlu.planning.precision import DTYPES
 from danlu.recipe import sections
 from danlu.recipe.sections import Model
 

@@ -17,18 +17,17 @@ from torch.nn import Parameter
 from danlu.assembly.memory_estimate import MemoryEstimate
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
-from danlu.core.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
+from danlu.core.types import Batch, HeadObjective, Item, MemoryParts, Objective, Outputs, Role, Sample, Task
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.optim.build import Optimizers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.planning.precision import Peak
+from danlu.planning.machine_profile import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
 from danlu.training.data_loader import ItemSource, Stretch
 from danlu.training.executor import AnyLearner
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.recorders import Remark
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run

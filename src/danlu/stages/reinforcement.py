@@ -18,7 +18,7 @@ from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.grammar import prompt_grammar
 from danlu.models.config import ModelConfig
 from danlu.models.loading import meta_decoder
-from danlu.planning.precision import DTYPES
+from danlu.numerics.dtypes import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Ppo
 from danlu.recipe.teachers import teachers_of

@@ -22,8 +22,8 @@ from danlu.core.errors import RecipeError
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
 from danlu.inference.resolve_model import ResolvedModel
 from danlu.models.config import same_rotation
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import ModelReward, Parallel, QuantizationSection
 from danlu.recipe.sections.environments import ENVIRONMENT

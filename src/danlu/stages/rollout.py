@@ -27,8 +27,8 @@ from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.loading import load
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.local_parameter import LocalParameter
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.sections import DraftModel, Ngram, Rollout

@@ -22,8 +22,8 @@ from danlu.inference.rank_status import gather_answers
 from danlu.inference.ranks import in_order, longest_first
 from danlu.inference.request import Completion, Request
 from danlu.inference.stopping import Decode
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.process_group import untimed_barrier
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.rules.rollout import resolved_hand_over

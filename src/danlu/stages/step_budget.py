@@ -19,16 +19,16 @@ from danlu.assembly.memory_estimate import (
 )
 from danlu.assembly.parallelize import shards_on_host
 from danlu.assembly.parameters import model_bytes, own_name
+from danlu.core.types import MemoryParts
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
-from danlu.planning.precision import Peak, peak_of
+from danlu.planning.machine_profile import Peak, peak_of
 from danlu.stages.learner import objective_tensors
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import LeastSeconds
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.state import Run
 
 

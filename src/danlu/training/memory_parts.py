@@ -19,45 +19,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.dtensor import local_tensor
+from danlu.core.types import MemoryParts
 from danlu.training.metrics import peak_memory_bytes
 from danlu.training.units import format_bytes
 
 _MICRO_BATCHES = 8
 
 
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes of tensors at the peak of a training step; the field names are those of summary.json."""
+def memory_line(parts: MemoryParts, program: int, measured: int) -> str:
+    """`memory: weights 111 MiB + adapter 2.38 MiB + ... = 299 MiB in tensors; at most 829 MiB were held, ...`.
 
-    weights: int
-    adapter: int
-    gradients: int
-    optimizer: int
-    average: int
-    activations: int
-    logits: int
-    packed: int = 0  # the dense copy of one matrix at a time of a quantized base
-    gathered: int = 0  # parameters that are all-gathered for a while, of shards
-    stash: int = 0  # versions of trained weights before the newest, for micro-batches in flight (PipeDream)
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts together."""
-        return sum(vars(self).values())
-
-    def line(self, program: int, measured: int) -> str:
-        """`memory: weights 111 MiB + adapter 2.38 MiB + ... = 299 MiB in tensors; at most 829 MiB were held, ...`.
-
-        Args:
-            program   bytes resident before there was a model, 0 on CUDA
-            measured  peak bytes of the process, or of the device
-        """
-        parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self).items() if value)
-        peak = f"at most {format_bytes(measured)} were held"
-        if program:
-            rest = format_bytes(max(0, measured - program - self.total))
-            peak += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
-        return f"memory: {parts} = {format_bytes(self.total)} in tensors; {peak}"
+    Args:
+        parts     those of a step, counted
+        program   bytes resident before there was a model, 0 on CUDA
+        measured  peak bytes of the process, or of the device
+    """
+    named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
+    peak = f"at most {format_bytes(measured)} were held"
+    if program:
+        rest = format_bytes(max(0, measured - program - parts.total))
+        peak += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
+    return f"memory: {named} = {format_bytes(parts.total)} in tensors; {peak}"
 
 
 @dataclass

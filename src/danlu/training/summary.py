@@ -26,9 +26,9 @@ from typing import Any
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import ResourceError
 from danlu.core.run_files import SUMMARY
+from danlu.core.types import MemoryParts
 from danlu.optim.schedules import multiplier
 from danlu.training.criterion import LOSS
-from danlu.training.memory_parts import MemoryParts
 from danlu.training.metrics import json_value, peak_memory_bytes, read_metrics
 from danlu.training.state import Run
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from danlu.assembly.frozen_base import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.layout import Layout
 from danlu.planning.activation_memory import ActivationPlan, activation_bytes
 from danlu.planning.pipeline_split import num_chunks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verification.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
 from danlu.verification.proxy_model import MAX_LENGTH, proxy_config

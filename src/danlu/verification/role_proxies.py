@@ -20,9 +20,9 @@ from danlu.models.config import ModelConfig
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build
 from danlu.models.saving import save
+from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection

@@ -3,6 +3,8 @@
 The fastest precision (`precision: auto`, and a warning about a slower choice) depends on the processor: GPUs and CPUs
 with AMX multiply bf16 several times as fast as fp32; other CPUs convert it to float32 on the way, and are slower with
 it.
+
+Importing this file does not import torch; the functions that measure do.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from danlu.core.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    import torch
 
 # FLOP/s of dense products with 16-bit numbers and float32 sums, from the makers' data sheets, by what torch calls the
 # device; the first that is found counts. Data sheets often print twice as much, for sparse matrices.
@@ -86,12 +89,13 @@ class Peak:
 
 def peak_of(dtype: torch.dtype, device: torch.device | str, processes: int = 1) -> Peak:
     """The peak of each of several processes on devices like this one; measured once per machine."""
-    device = torch.device(device)
     return Peak(dtype, measured_peak(dtype, device), specified_peak(dtype, device), processes)
 
 
 def specified_peak(dtype: torch.dtype, device: torch.device | str) -> float | None:
     """FLOP/s of dense products by the data sheet of a GPU; None for others, and for types wider than 16 bits."""
+    import torch
+
     device = torch.device(device)
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
@@ -121,6 +125,8 @@ def measured_peak(
     that cannot be read is replaced by a new measurement; one that cannot be written costs the next run the same time
     again.
     """
+    import torch
+
     file = Path(cache).expanduser() / "gemm.json"
     key = machine_key(dtype, torch.device(device))
     known = _read(file)
@@ -136,6 +142,8 @@ def measure(dtype: torch.dtype, device: torch.device | str, seconds: float = 0.5
     The best, because another process on the machine can only make a product slower; several sizes, because which one is
     fastest depends on caches. A size is left out when two products of it would take more than its share of the time.
     """
+    import torch
+
     device = torch.device(device)
     sizes = _SIZES_CUDA if device.type == "cuda" else _SIZES_CPU
     share = seconds / len(sizes)
@@ -148,6 +156,8 @@ def measure(dtype: torch.dtype, device: torch.device | str, seconds: float = 0.5
 
 
 def _best_of(size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    import torch
+
     started = time.perf_counter()
     # A generator of its own: measuring must not move the run's random numbers.
     generator = torch.Generator(device).manual_seed(0)
@@ -172,6 +182,8 @@ def _flops(size: int) -> int:
 
 def machine_key(dtype: torch.dtype, device: torch.device) -> str:
     """The key of a measurement: everything that changes the speed of a product."""
+    import torch
+
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
     else:
@@ -208,7 +220,6 @@ def _write(file: Path, known: dict[str, float]) -> None:
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CANDIDATES: tuple[Precision, ...] = ("fp32", "bf16")
 """The candidates of auto. Not fp16: it needs loss scaling, and nothing has fast fp16 products and slow bf16 ones."""
 NEAR = 1.1
@@ -223,6 +234,8 @@ def product_speeds(
 
     also: a further precision. Each is measured once per machine and then read from `cache`.
     """
+    from danlu.numerics.dtypes import DTYPES
+
     precisions = dict.fromkeys((*CANDIDATES, also or CANDIDATES[0]))
     return {name: measured_peak(DTYPES[name], device, SECONDS, cache) for name in precisions}
 

@@ -6,26 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from danlu.planning import precision
+from danlu.planning import machine_profile
 
 
 def test_a_measurement_is_positive_and_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    assert precision.measure(torch.float32, "cpu", seconds=0.02) > 1e8
+    assert machine_profile.measure(torch.float32, "cpu", seconds=0.02) > 1e8
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(precision, "measure", lambda dtype, device, seconds: calls.append(dtype) or 1e9 * len(calls))
+    monkeypatch.setattr(
+        machine_profile, "measure", lambda dtype, device, seconds: calls.append(dtype) or 1e9 * len(calls)
+    )
     for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32):
-        precision.measured_peak(dtype, "cpu", cache=tmp_path)
+        machine_profile.measured_peak(dtype, "cpu", cache=tmp_path)
     assert calls == [torch.float32, torch.bfloat16]
     kept = json.loads((tmp_path / "gemm.json").read_text())
     assert sorted(kept.values()) == [1e9, 2e9]
     assert any(key.endswith("bfloat16") for key in kept)
-    assert precision.measured_peak(torch.bfloat16, "cpu", cache=tmp_path, fresh=True) == 3e9
-    assert precision.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 3e9
+    assert machine_profile.measured_peak(torch.bfloat16, "cpu", cache=tmp_path, fresh=True) == 3e9
+    assert machine_profile.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 3e9
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]  # no half-written file
 
 
@@ -50,20 +52,20 @@ def test_specifications_are_found_by_the_name_of_the_device(
     name: str, bfloat16: float | None, float16: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert precision.specified_peak(torch.bfloat16, "cuda") == bfloat16
-    assert precision.specified_peak(torch.float16, "cuda") == float16
-    assert precision.specified_peak(torch.float32, "cuda") is None
-    assert precision.specified_peak(torch.bfloat16, "cpu") is None
+    assert machine_profile.specified_peak(torch.bfloat16, "cuda") == bfloat16
+    assert machine_profile.specified_peak(torch.float16, "cuda") == float16
+    assert machine_profile.specified_peak(torch.float32, "cuda") is None
+    assert machine_profile.specified_peak(torch.bfloat16, "cpu") is None
 
 
 def test_it_is_said_which_peak_divides() -> None:
-    peak = precision.Peak(torch.bfloat16, 712.4e12, 989.4e12, processes=8)
+    peak = machine_profile.Peak(torch.bfloat16, 712.4e12, 989.4e12, processes=8)
     assert peak.divisor == 8 * 712.4e12
     assert peak.line() == (
         "mfu: divided by the measured peak, 712 TFLOP/s with bfloat16 in each of 8 processes, and not by the device's "
         "specification, 989 TFLOP/s"
     )
-    assert precision.Peak(torch.float32, 81.2e9, None).line() == (
+    assert machine_profile.Peak(torch.float32, 81.2e9, None).line() == (
         "mfu: divided by the measured peak, 81 GFLOP/s with float32; no specification of this device is known"
     )
 
@@ -72,19 +74,19 @@ def test_the_key_tells_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        keys.append(precision.machine_key(torch.float32, torch.device("cpu")))
+        keys.append(machine_profile.machine_key(torch.float32, torch.device("cpu")))
     assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"a": 1', '{"a": "x"}'])
 def test_a_damaged_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(precision, "measure", lambda *_: 5e9)
+    monkeypatch.setattr(machine_profile, "measure", lambda *_: 5e9)
     (tmp_path / "gemm.json").write_text(content)
-    assert precision.measured_peak(torch.float32, "cpu", cache=tmp_path) == 5e9
+    assert machine_profile.measured_peak(torch.float32, "cpu", cache=tmp_path) == 5e9
     assert list(json.loads((tmp_path / "gemm.json").read_text()).values()) == [5e9]
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "measure", lambda *_: 5e9)
+    monkeypatch.setattr(machine_profile, "measure", lambda *_: 5e9)
     (tmp_path / "file").write_text("")
-    assert precision.measured_peak(torch.float32, "cpu", cache=tmp_path / "file") == 5e9
+    assert machine_profile.measured_peak(torch.float32, "cpu", cache=tmp_path / "file") == 5e9
