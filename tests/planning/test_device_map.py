@@ -12,6 +12,9 @@ from builders.small_experts import MIXTRAL
 
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
+from danlu.models.families import FAMILIES
+from danlu.models.hf_layout import hf_name
+from danlu.models.multimodal import MULTIMODAL
 from danlu.planning.device_map import Device, device_map_of, device_map_problems, layer_parameters
 
 TWO = [Device("cuda:0", 100), Device("cuda:1", 100)]
@@ -85,6 +88,22 @@ def test_by_hand() -> None:
 
 
 TIED = small_config(layers=4, tie_word_embeddings=True)
+NEOX = replace(small_config(layers=4), family="gpt_neox")
+
+
+def test_parts_have_the_names_of_each_family() -> None:
+    """Users of accelerate and transformers know the modules of their model, of language parts too."""
+    wanted = DeviceMap("cuda:0", ("cuda:0", "cuda:0", "cuda:0", "cuda:1"), "cuda:1")
+    models = [replace(small_config(layers=4), family=family) for family in FAMILIES]
+    models += [replace(small_config(layers=4), multimodal=model_type) for model_type in MULTIMODAL]
+    for config in models:
+        by_hand = {hf_name(part, config): int(part != "embed_tokens") for part in ("embed_tokens", "norm", "lm_head")}
+        prefix = hf_name("norm", config).rpartition(".")[0]
+        by_hand |= {f"{prefix}.layers.{number}": number // 3 for number in range(4)}
+        assert not [*device_map_problems(by_hand, config)], (config.family, config.multimodal)
+        assert device_map_of(by_hand, config, TWO) == wanted
+    # transformers' own class of GPT-NeoX calls the head lm_head, and its folders embed_out.
+    assert device_map_of({"": 0, "gpt_neox.layers.3": 1, "lm_head": 1}, NEOX, TWO) == wanted
 
 
 @pytest.mark.parametrize(
@@ -95,6 +114,18 @@ TIED = small_config(layers=4, tie_word_embeddings=True)
         ({"embed": 0, "layers.0-2": 0, "head": 0}, small_config(layers=4), "no device for layer 3"),
         ({"layers.0-3": 0, "head": 0}, small_config(layers=4), "no device for embed"),
         ({"layers.0-3": 0, "embed": 0}, small_config(layers=4), "no device for head"),
+        (
+            {"": 0, "gpt_neox.layers.3": 1},
+            small_config(layers=4),
+            "gpt_neox.layers.3 names a part of another family. This model has model.embed_tokens, model.layers.0, "
+            "model.norm, lm_head",
+        ),
+        ({"": 0, "embed_in": 1}, small_config(layers=4), "embed_in names a part of another family"),
+        (
+            {"": 0, "model.language_model.norm": 1},
+            NEOX,
+            "This model has gpt_neox.embed_in, gpt_neox.layers.0, gpt_neox.final_layer_norm, embed_out",
+        ),
         (
             {"": 0, "head": 1},
             TIED,

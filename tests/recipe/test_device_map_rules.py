@@ -46,6 +46,8 @@ def test_a_map_is_a_word_or_names_parts(write: Write) -> None:
 def test_parts_have_the_names_of_transformers_too() -> None:
     assert [part_named(name) for name in ("model.embed_tokens", "lm_head", "model.norm")] == ["embed", "head", "head"]
     assert part_named("model.layers.7") == part_named("layers.7") == range(7, 8)
+    assert [part_named(name) for name in ("gpt_neox.embed_in", "embed_out")] == ["embed", "head"]
+    assert part_named("gpt_neox.layers.7") == part_named("model.language_model.layers.7") == range(7, 8)
     for name in ("layers", "layers.", "layers.-1", "layers.1-", "layers.0.mlp", "embedding", "layers.0,1", "model.x"):
         assert part_named(name) is None, name
     assert [device_named(value) for value in ("cpu", "cuda", "cuda:3", 3, "03")] == ["cpu", "cuda:0", *["cuda:3"] * 3]
@@ -63,6 +65,8 @@ def test_parts_have_the_names_of_transformers_too() -> None:
             "{model.rotary_emb: 0}",
             "'model.rotary_emb' names no part that has a device. Rotary tables are made for each",
         ),
+        ("{gpt_neox.rotary_emb: 0}", "Rotary tables are made for each micro-batch: leave it out"),
+        ("{gpt_neox.layers.4.mlp: 0}", "A layer is on one device as a whole: use layers.4"),
         ("{head: gpu:1}", "head: 'gpu:1' is no device; there are cpu and cuda:0, cuda:1, ... Did you mean 'cuda:1'?"),
         ("{head: disk}", "head: 'disk' is no device; there are cpu and cuda:0, cuda:1, ..."),
         ("{layers.5-3: cpu}", "layers.5-3: the last layer comes before the first"),

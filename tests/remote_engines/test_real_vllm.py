@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from builders.vllm_process import VLLMProcess
+from safetensors.torch import load_file
 
 from danlu.core.http_client import HTTPClient
+from danlu.remote_engines.vllm import VLLMServer, comparable_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -194,3 +197,48 @@ def test_rewards_are_those_of_the_embedded_engine_within_noise(folder: Path, vll
     noise = max(statistics.stdev(means["own"]), statistics.stdev(means["vllm"]))
     assert min(map(min, means.values())) > first, (first, means)  # both have learnt
     assert abs(statistics.fmean(means["own"]) - statistics.fmean(means["vllm"])) < 3 * noise, means
+
+
+NOT_COMPARED = {
+    "gpt_neox": {"gpt_neox.embed_in.weight", "embed_out.weight"},
+    "phi3": {"model.embed_tokens.weight", "lm_head.weight"},
+    "qwen3": {"model.embed_tokens.weight", "lm_head.weight"},
+}
+"""Tensors of a folder that vLLM has with further rows, by family."""
+
+
+@pytest.mark.parametrize("family", NOT_COMPARED)
+def test_tensors_of_other_families_are_compared(folder: Path, family: str) -> None:
+    """On a CPU matrices are packed, so norms and biases are what their digests tell apart."""
+    command = os.environ.get("DANLU_VLLM")
+    if command is None:
+        pytest.skip("no vLLM")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    set_seed(0)
+    values = {**MODEL, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    values |= {"model_type": family, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    if family == "gpt_neox":
+        del values["num_key_value_heads"], values["head_dim"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases that differ from each other's
+    model.save_pretrained(folder / family)
+    tokenizer.save_pretrained(folder / family)
+    server = VLLMProcess(command, folder / family, folder / f"{family}.log")
+    server.start()
+    try:
+        client = VLLMServer(HTTPClient(server.url, 60.0), bucket_bytes=1 << 20)
+        digests = client.client.post("/weight_checker", {"action": "checksum"})["checksums"]
+        tensors = load_file(folder / family / "model.safetensors")
+        stacks = comparable_tensors(tensors)
+        assert {name.rpartition(":")[2] for name in digests} >= stacks.keys()
+        assert tensors.keys() - {part for parts in stacks.values() for part in parts} == NOT_COMPARED[family]
+        assert client.differing(tensors) == []
+        vectors = [name for name, tensor in tensors.items() if tensor.ndim == 1]
+        moved = {name: tensor + 1 if name in vectors else tensor for name, tensor in tensors.items()}
+        assert sorted(client.differing(moved)) == sorted(vectors)
+    finally:
+        server.end()

@@ -53,6 +53,21 @@ def test_vllm_s_stacks_are_compared_as_a_whole():
     }
 
 
+def test_tensors_of_gpt_neox_are_compared_by_the_names_of_transformers_class():
+    parts = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    names = [f"gpt_neox.layers.1.{part}.{kind}" for part in (*parts, "input_layernorm") for kind in ("weight", "bias")]
+    names.append("gpt_neox.final_layer_norm.bias")
+    assert comparable_tensors(dict.fromkeys([*names, "gpt_neox.embed_in.weight", "embed_out.weight"])) == {
+        name.replace("gpt_neox", "model"): [name] for name in names
+    }
+
+
+def test_layers_that_a_folder_has_in_one_are_compared_as_they_are():
+    names = ["self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.q_norm"]
+    names = [f"model.layers.0.{name}.weight" for name in names]
+    assert comparable_tensors(dict.fromkeys(names)) == {name: [name] for name in names}
+
+
 def test_what_fails_on_either_side_is_raised():
     class Client:
         def __init__(self, error):

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from danlu.models.chunks import DeviceMap, layer_spans
 from danlu.models.config import ModelConfig
+from danlu.models.hf_layout import hf_name
 from danlu.planning.pipeline_split import even_in_cost
-from danlu.recipe.device_map import ByHand, entries_of
+from danlu.recipe.device_map import PARTS, PREFIX, ByHand, entries_of, part_named, without_prefix
 
 
 class Device(NamedTuple):
@@ -26,6 +27,10 @@ def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, co
         return
     key, count, entries = "parallel.device_map", len(config.layers), entries_of(section)
     for entry in entries:
+        if not _is_name_in(config, entry.key):
+            first, *others = (hf_name(name, config) for name in ("embed_tokens", "norm", "lm_head"))
+            own = ", ".join((first, f"{first.rpartition('.')[0]}.layers.0", *others))
+            yield f"{key}: {entry.key} names a part of another family. This model has {own}"
         if isinstance(entry.part, range) and entry.part.stop > count:
             yield f"{key}: {entry.key}, and the model has {count} layers, 0 to {count - 1}"
     if not any(entry.part == "" for entry in entries):
@@ -44,6 +49,14 @@ def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, co
             f"{key}: this model's head is its embedding, one matrix, and cannot be on {embed} and {head}. Put embed "
             "and head on one device; hidden states are moved back to it"
         )
+
+
+def _is_name_in(config: ModelConfig, key: str) -> bool:
+    """Whether a key is danlu's name of a part, that of transformers' Llama, or the one that the model's family has."""
+    prefix, name = without_prefix(key)
+    outer = dict(without_prefix(hf_name(part, config))[::-1] for part in ("lm_head", "embed_tokens", "norm"))
+    is_outer = part_named(key) in ("embed", "head")
+    return prefix in ("", PREFIX, *outer.values()) and (not is_outer or name in PARTS or name in outer)
 
 
 def device_map_of(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.spelling import did_you_mean
 
 ByHand = Mapping[str, str | int]
@@ -15,13 +16,22 @@ ByHand = Mapping[str, str | int]
 
 REST = ""
 """The key of all that no other key names, as in accelerate."""
-_PARTS: dict[str, Literal["embed", "head"]] = {
+PARTS: dict[str, Literal["embed", "head"]] = {
     "embed": "embed",
     "embed_tokens": "embed",
     "head": "head",
     "lm_head": "head",
     "norm": "head",
 }
+"""The parts outside of layers by danlu's names and those of transformers' Llama, which every model answers to."""
+_FAMILY_PARTS: dict[str, Literal["embed", "head"]] = {
+    "embed_in": "embed",
+    "embed_out": "head",
+    "final_layer_norm": "head",
+}
+"""Further names, of GPT-NeoX, which only models of their family answer to."""
+PREFIX = "model."
+_FAMILY_PREFIXES = (f"{LANGUAGE_PART}.", "gpt_neox.")
 _LAYERS = re.compile(r"layers\.(\d{1,5})(?:-(\d{1,5}))?")
 _DEVICE = re.compile(r"cuda(?::(\d{1,3}))?|(\d{1,3})|cpu")
 
@@ -50,20 +60,27 @@ def entries_of(by_hand: ByHand) -> list[MapEntry]:
 
 
 def part_named(key: str) -> Literal["", "embed", "head"] | range | None:
-    """Returns the part that a key names: embed, head, layers.3, layers.0-15, or transformers' names
-    (model.embed_tokens, model.norm, lm_head).
+    """Returns the part that a key names: embed, head, layers.3, layers.0-15, or transformers' names of any family
+    (model.embed_tokens, gpt_neox.embed_in, model.norm, lm_head).
 
     None for a name of no part with a device.
     """
-    name = key.removeprefix("model.")
+    _, name = without_prefix(key)
     if name == REST:
         return ""
-    if name in _PARTS:
-        return _PARTS[name]
+    if (part := PARTS.get(name) or _FAMILY_PARTS.get(name)) is not None:
+        return part
     if (layers := _LAYERS.fullmatch(name)) is None:
         return None
     first = int(layers[1])
     return range(first, int(layers[2] or first) + 1)
+
+
+def without_prefix(key: str) -> tuple[str, str]:
+    """`gpt_neox.layers.3` -> `gpt_neox.`, `layers.3`: the module of a family's classes that has everything but the
+    head, and the name in it."""
+    prefix = next((each for each in (*_FAMILY_PREFIXES, PREFIX) if key.startswith(each)), "")
+    return prefix, key.removeprefix(prefix)
 
 
 def device_named(value: str | int) -> str | None:
@@ -105,9 +122,10 @@ def entry_problems(by_hand: ByHand) -> Iterator[str]:
 
 
 def _part_meant(key: str) -> str:
-    if (layer := re.match(r"(?:model\.)?layers\.(\d+)\.", key)) is not None:
+    _, name = without_prefix(key)
+    if (layer := re.match(r"layers\.(\d+)\.", name)) is not None:
         return f" A layer is on one device as a whole: use layers.{layer[1]}"
-    if key.removeprefix("model.") == "rotary_emb":
+    if name == "rotary_emb":
         return " Rotary tables are made for each micro-batch: leave it out"
-    guess = did_you_mean(key.removeprefix("model."), ["embed", "head", "layers.0", "lm_head", "embed_tokens"])
+    guess = did_you_mean(name, ["embed", "head", "layers.0", "lm_head", "embed_tokens"])
     return guess or " There are embed, layers.0 (or layers.0-15) and head"

@@ -12,8 +12,9 @@ softmax(logits), with processed_logprobs that of the sampling distribution. Both
 without filters, the latter at other temperatures too. With filters a Completion has two log-probabilities and the
 tokens that were left, so such requests are refused.
 
-Folders and adapters are tested with vLLM 0.32 on a CPU (tests/remote_engines/test_real_vllm.py). 0.33 was tested
-against a stand-in that speaks this interface, and transfers over NCCL were never run.
+Folders, adapters and the comparison of tensors are tested with vLLM 0.32 on a CPU
+(tests/remote_engines/test_real_vllm.py). 0.33 was tested against a stand-in that speaks this interface, and transfers
+over NCCL were never run.
 """
 
 from __future__ import annotations
@@ -60,8 +61,15 @@ FUSED = {
 """Layers that vLLM stacks by rows, of those in a model folder."""
 PACKED = hashlib.sha256(b"").hexdigest()
 """The digest of a layer that vLLM has packed for its kernels, as it does on CPUs: nothing of the tensor is left."""
-UNCHANGED = ("self_attn.o_proj", "mlp.down_proj", "layernorm")
-"""Layers that vLLM has as a model folder does; rows of the embedding and the head are padded."""
+UNCHANGED = (
+    *("self_attn.o_proj", "mlp.down_proj", "layernorm", "model.norm"),
+    *("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.q_norm", "self_attn.k_norm"),
+    *("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "final_layer_norm"),
+)
+"""Layers that vLLM has as a model folder does; rows of the embedding and the head are padded. The last are GPT-NeoX's,
+which vLLM computes by transformers' class: queries, keys and values lie head by head there too."""
+PREFIXES = {"gpt_neox.": "model."}
+"""How tensors begin in model folders, and in vLLM, where the two differ."""
 
 
 def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Callable[[], WeightGroup]]:
@@ -271,8 +279,9 @@ def comparable_tensors(names: Mapping[str, Any]) -> dict[str, list[str]]:
             stem = next((module.removesuffix(part) for part in parts if module.endswith(part)), None)
             if stem is not None:
                 stacks[f"{stem}{fused}.{attribute}"] = [f"{stem}{part}.{attribute}" for part in parts]
-        if module.endswith((*UNCHANGED, "model.norm")):
-            stacks[name] = [name]
+        if module.endswith(UNCHANGED):
+            prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+            stacks[PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = [name]
     return {name: parts for name, parts in stacks.items() if all(part in names for part in parts)}
 
 
