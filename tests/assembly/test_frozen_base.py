@@ -86,7 +86,7 @@ def test_a_packed_base_computes_with_the_rounded_weights(folder: Path, section: 
     plain = load(folder)
     for layer in plain.layers.values():
         for half in (layer.attention, layer.mlp):
-            for part in half.tensor_roles:
+            for part in half.tensor_cut.roles:
                 linear = getattr(half, part)
                 linear.weight.data = quantize_weight(linear.weight.data, section).dense(torch.float32)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)

@@ -79,7 +79,7 @@ def test_each_expert_is_quantized_by_itself(folder: Path, section: Any) -> None:
             dense.data[index] = alone.dense(torch.float32)
     only_experts = logits(plain)
     for layer in plain.layers.values():
-        for part in layer.attention.tensor_roles:
+        for part in layer.attention.tensor_cut.roles:
             linear = getattr(layer.attention, part)
             linear.weight.data = quantize_weight(linear.weight.data, section).dense(torch.float32)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)

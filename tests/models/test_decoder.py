@@ -12,6 +12,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder
 from danlu.models.modules import MLP
+from danlu.models.tensor_cut import OF_VOCABULARY
 
 LENGTHS = [5, 1, 12, 7]
 
@@ -91,10 +92,11 @@ def test_the_attend_strategy_is_asked_with_each_layers_own_settings(tiny_model: 
 
 def test_every_matrix_has_a_role(tiny_model: Callable[..., Decoder]) -> None:
     def declared(module: nn.Module, prefix: str = "") -> Iterator[str]:
-        if isinstance(module, (Attention, Decoder, MLP)):
-            yield from (f"{prefix}{name}.weight" for name in module.tensor_roles)
+        if isinstance(module, (Attention, MLP)):
+            yield from (f"{prefix}{name}.weight" for name in module.tensor_cut.roles)
         for name, child in module.named_children():
             yield from declared(child, f"{prefix}{name}.")
 
     model = tiny_model("qwen3")
-    assert set(declared(model)) == {name for name, one in model.named_parameters() if one.dim() == 2}
+    vocabulary = {f"{name}.weight" for name in OF_VOCABULARY}
+    assert vocabulary | set(declared(model)) == {name for name, one in model.named_parameters() if one.dim() == 2}

@@ -249,7 +249,7 @@ def test_a_mixture_is_cut_along_its_inner_width() -> None:
     assert MIXTRAL.uncuttable(4) is None
     assert MIXTRAL.uncuttable(5) == "5 does not divide the experts' width of 24"
     assert replace(MIXTRAL, shared=Dense(10)).uncuttable(4) == "4 does not divide the MLP's width of 10"
-    roles = small_moe(QWEN2_MOE, WIDTH).tensor_roles
+    roles = QWEN2_MOE.tensor_cut.roles
     assert roles["experts.gate_proj"] == roles["shared.up_proj"] == "column"
     assert roles["experts.down_proj"] == roles["shared.down_proj"] == "row"
-    assert "router" not in roles and len(small_moe(MIXTRAL, WIDTH).tensor_roles) == 3
+    assert "router" not in roles and len(MIXTRAL.tensor_cut.roles) == 3

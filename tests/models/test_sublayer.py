@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -11,20 +11,14 @@ from torch import Tensor, nn
 
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.modules import Linear, RecomputePoints, Role
+from danlu.models.modules import Linear, RecomputePoints
+from danlu.models.tensor_cut import TensorCut
 
 
 class TwoExperts(nn.Module):
     """A feed-forward network of two experts behind a router that every process holds whole."""
 
-    tensor_roles: ClassVar[Mapping[str, Role]] = {
-        "router": "column",
-        "experts.0": "column",
-        "experts.1": "column",
-        "down": "row",
-    }
-    tensor_slots: ClassVar[Mapping[str, str]] = {}
-    tensor_unit = 1
+    tensor_cut = TensorCut({"router": "column", "experts.0": "column", "experts.1": "column", "down": "row"})
     recompute_points: ClassVar[RecomputePoints] = {"elementwise": ("mixed",), "selective": ("mixed",)}
 
     def __init__(self, width: int) -> None:
@@ -49,8 +43,8 @@ def test_declarations_name_what_is_there(case: str, tiny_model: Callable[..., De
     for layer in tiny_model(case).layers.values():
         for sublayer in layer.sublayers.values():
             linears = {name for name, module in sublayer.named_modules() if isinstance(module, Linear)}
-            assert linears == set(sublayer.tensor_roles)
-            assert set(sublayer.tensor_slots.values()) <= linears
+            assert linears == set(sublayer.tensor_cut.roles)
+            assert set(sublayer.tensor_cut.slots.values()) <= linears
             for path in (path for paths in sublayer.recompute_points.values() for path in paths):
                 assert hasattr(sublayer, path.split(".")[0])
 

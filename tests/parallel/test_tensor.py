@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from builders import tensor_worker
 from builders.process_group import run_group
-from builders.tensor_worker import Case
+from builders.tensor_worker import FAMILIES, Case
 
 from danlu.numerics.relative_error import worst_error
 from danlu.recipe import sections
@@ -20,52 +20,6 @@ Errors = dict[str, dict[str, float]]
 LARGEST = 1e-11
 SEEN = 1e-3  # what a fault makes of some error, at least
 
-LATENT = {
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 99,
-    "attention_bias": True,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "biased multi-query": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 16},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "qwen3.5": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 16,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-    },
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "sliding_window": 6,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 12,
-        "tie_word_embeddings": True,
-    },
-    "cohere2": {
-        "model_type": "cohere2",
-        "sliding_window": 6,
-        "sliding_window_pattern": 2,
-        "tie_word_embeddings": False,
-    },
-    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
-    "glm4": {"model_type": "glm4", "head_dim": 16, "eos_token_id": 2, "pad_token_id": 0},
-    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
-    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 20, **LATENT},
-    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT},
-    "mfa": {"model_type": "mfa", "head_dim": 16, "query_norm": True},
-    "mfa, key reuse": {"model_type": "mfa", "head_dim": 16, "query_rank": 20, "key_reuse": True},
-    "olmo2, multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "pad_token_id": 0},
-}
 WHOLE: dict[str, Case] = {
     **{name: Case(config) for name, config in FAMILIES.items()},
     **{f"{kind} recompute": Case(prepare=kind) for kind in ("full", "every", "selective")},

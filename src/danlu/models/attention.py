@@ -5,7 +5,7 @@ T packed tokens · D model width · H query heads · K key/value heads · C head
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from danlu.core.layer_types import Attend, Keys, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.mixer_spec import Heads
-from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, forward_shared
 from danlu.models.rope import Rotation
 
 
@@ -31,7 +31,6 @@ class Attention(nn.Module):
     prefix: KeyValuePrefix | None
     sinks: Tensor | None
 
-    tensor_slots: ClassVar[Mapping[str, str]] = {"prefix": "k_proj", "sinks": "q_proj"}
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("q_norm.forward", "k_norm.forward", "gated"),
         "selective": ("attend_heads",),
@@ -56,24 +55,14 @@ class Attention(nn.Module):
         """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
         rotated.
         """
-        self.head_dim = self.tensor_unit = head
+        self.head_dim = head
+        self.tensor_cut = spec.tensor_cut
         self.scale = spec.attention_scale
         self.interleaved = 0 if spec.rope is None or not spec.interleaved else spec.rope.dim
         """Features of a head in which neighbours are a rotated pair; 0: halves of those that are rotated are."""
         self.window = spec.window
         self.softcap = spec.softcap
         self.register_parameter("sinks", nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None)
-
-    @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """How its matrices may be cut over processes."""
-        gate: dict[str, Role] = {} if self.gate_proj is None else {"gate_proj": "column"}
-        return {"q_proj": "column", "k_proj": "grouped", "v_proj": "grouped", **gate, "o_proj": "row"}
-
-    @property
-    def tensor_norms(self) -> Mapping[str, str]:
-        """Norms over all queries and keys together are cut with these; norms of single heads are whole."""
-        return {"q_norm": "q_proj", "k_norm": "k_proj"} if self.norms_all_heads else {}
 
     @property
     def cache(self) -> LayerCache:

@@ -2,7 +2,7 @@
 
 It is single-device code that knows nothing of packing, caches or ranks: `forward` takes an `Attend` that computes
 attention, products go through `Linear` (where adapters and quantized weights take over), and modules declare the parts
-that may be cut over processes or recomputed (`tensor_roles`, `recompute_points`).
+that may be cut over processes or recomputed (`tensor_cut`, `recompute_points`).
 
 T packed tokens · D model width · R rotated features of a head · V vocabulary
 """
@@ -31,7 +31,6 @@ from danlu.models.modules import (
     FeedForwardSublayer,
     Linear,
     RecomputePoints,
-    Role,
     Sublayer,
     identity,
     norm_of,
@@ -144,8 +143,6 @@ class Decoder(nn.Module):
     """Layers that recompute attention probabilities in the backward pass, where a kernel keeps them."""
     staged_ropes: Mapping[int, tuple[Rope, ...]]
     """The rotary embeddings that replace `config.ropes`, by the length of a stage of training."""
-
-    tensor_roles: ClassVar[Mapping[str, Role]] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

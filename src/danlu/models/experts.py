@@ -9,7 +9,7 @@ T packed tokens · k experts of a token · N rows, k T of them · D model width 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from danlu.core.layer_types import ExpertExchange
 from danlu.models import layer_spec, ops
 from danlu.models.config import ModelConfig
-from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints, Role
+from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints
 
 _LEAST_SUM = 1e-20  # that weights are divided by: sigmoids of very negative logits may all be zero
 
@@ -109,9 +109,6 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """x [T, D] -> [T, D]: the weighted sum of the outputs of a token's experts, and of a shared network's output."""
 
-    tensor_slots: ClassVar[Mapping[str, str]] = {}
-    tensor_norms: ClassVar[Mapping[str, str]] = {}
-    tensor_unit = 1
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
         "selective": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
@@ -126,14 +123,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, spec)
         self.shared = None if spec.shared is None else MLP(config, spec.shared)
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if spec.shared_gate else None
-
-    @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """Every expert is cut along its inner width, and the shared network; the router is whole."""
-        of_gated: dict[str, Role] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
-        roles = {f"experts.{name}": role for name, role in of_gated.items()}
-        shared = {} if self.shared is None else self.shared.tensor_roles
-        return roles | {f"shared.{name}": role for name, role in shared.items()}
+        self.tensor_cut = spec.tensor_cut
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._routed(x)

@@ -5,7 +5,7 @@ T packed tokens · S cached tokens · D model width · H query heads · C head w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from danlu.core.layer_types import Attend, Keys, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.mixer_spec import Factorized
-from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, forward_shared
 from danlu.models.rope import Rotation, rotary_tables
 
 
@@ -26,8 +26,6 @@ class FactorizedAttention(nn.Module):
     Cut over processes, each has some of the query heads, and the key and the value whole.
     """
 
-    tensor_slots: ClassVar[Mapping[str, str]] = {}
-    tensor_norms: ClassVar[Mapping[str, str]] = {}
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("q_a_norm.forward",),
         "selective": ("q_a_norm.forward", "attend_heads"),
@@ -53,14 +51,9 @@ class FactorizedAttention(nn.Module):
         """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
         rotated.
         """
-        self.head_dim = self.tensor_unit = head
+        self.head_dim = head
+        self.tensor_cut = spec.tensor_cut
         self.scale = spec.attention_scale
-
-    @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """How its matrices may be cut over processes: those of query heads, by heads."""
-        values: dict[str, Role] = {"key_reuse": "whole"} if self.v_proj is None else {"v_proj": "whole"}
-        return {"q_a_proj": "whole", "q_b_proj": "column", "k_proj": "whole", **values, "o_proj": "row"}
 
     @property
     def cache(self) -> LayerCache:

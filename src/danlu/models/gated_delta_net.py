@@ -19,7 +19,7 @@ from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.delta_rule import gated_delta_rule, gated_delta_rule_from, gated_delta_step
 from danlu.models.mixer_spec import Delta
-from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, forward_shared
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentPart, RecurrentRuns, Windows
 from danlu.models.rope import Rotation
 
@@ -47,23 +47,6 @@ class GatedDeltaNet(nn.Module):
     are those of flash-linear-attention. Cut over processes, each has some of the heads.
     """
 
-    tensor_roles: ClassVar[Mapping[str, Role]] = {
-        "q_proj": "column",
-        "k_proj": "column",
-        "v_proj": "column",
-        "gate_proj": "column",
-        "b_proj": "column",
-        "a_proj": "column",
-        "o_proj": "row",
-    }
-    tensor_slots: ClassVar[Mapping[str, str]] = {
-        "q_conv1d": "q_proj",
-        "k_conv1d": "k_proj",
-        "v_conv1d": "v_proj",
-        "A_log": "a_proj",
-        "dt_bias": "a_proj",
-    }
-    tensor_norms: ClassVar[Mapping[str, str]] = {}
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("q_conv1d.forward", "k_conv1d.forward", "v_conv1d.forward", "gated"),
         "selective": ("mix_heads",),
@@ -87,13 +70,7 @@ class GatedDeltaNet(nn.Module):
         self.o_proj = Linear(spec.value_width, width, bias=False)
         self.layer = layer
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
-
-    @property
-    def tensor_unit(self) -> Mapping[str, int]:
-        """Features that stay together: of a key head, and of the value heads that it serves."""
-        served = self.value_dim * len(self.A_log) * self.key_dim // len(self.k_conv1d.weight)
-        keys, values = dict.fromkeys(("q_proj", "k_proj"), self.key_dim), ("v_proj", "gate_proj", "o_proj")
-        return {**keys, **dict.fromkeys(values, served), "b_proj": 1, "a_proj": 1}
+        self.tensor_cut = spec.tensor_cut
 
     @property
     def cache(self) -> LayerCache:

@@ -6,7 +6,7 @@ key, of which the last Cr are rotated · L = R + Cr · W width of a value
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from danlu.models import ops
 from danlu.models.blockwise import by_head_in_tiles
 from danlu.models.config import ModelConfig
 from danlu.models.mixer_spec import Latent
-from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, forward_shared
 from danlu.models.rope import Rotation
 
 
@@ -30,8 +30,6 @@ class LatentAttention(nn.Module):
     processes, each has some of the heads and the latents of all.
     """
 
-    tensor_slots: ClassVar[Mapping[str, str]] = {}
-    tensor_norms: ClassVar[Mapping[str, str]] = {}
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("q_a_norm.forward", "kv_a_norm.forward"),
         "selective": ("q_a_norm.forward", "attend_heads"),
@@ -55,22 +53,8 @@ class LatentAttention(nn.Module):
         self.rope = config.ropes.index(spec.rope)
         """The index of the rotary embedding in `config.ropes` that turns queries and keys."""
         self.spec = spec
+        self.tensor_cut = spec.tensor_cut
         self.scale = spec.attention_scale
-
-    @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """How the matrices may be cut over processes: those that make queries, keys or values of heads, by heads."""
-        queries: dict[str, Role] = {"q_proj": "column"}
-        if self.q_a_norm is not None:
-            queries = {"q_a_proj": "whole", "q_b_proj": "column"}
-        return {**queries, "kv_a_proj": "whole", "kv_b_proj": "column", "o_proj": "row"}
-
-    @property
-    def tensor_unit(self) -> Mapping[str, int]:
-        """Features of a head, of the matrices that are cut."""
-        spec = self.spec
-        queries = "q_proj" if self.q_a_norm is None else "q_b_proj"
-        return {queries: spec.head_dim, "kv_b_proj": spec.qk_nope_head_dim + spec.v_head_dim, "o_proj": spec.v_head_dim}
 
     @property
     def cache(self) -> LayerCache:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from danlu.core.errors import ModelError
 from danlu.models.mixer_spec import MAXIMUMS, Delta, Factorized, Heads, Kept, Latent, Shapes, check_sizes, linear_shapes
+from danlu.models.tensor_cut import Role, TensorCut
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Dense:
     def widest(self) -> int:
         """Features of its widest tensor between two products."""
         return self.intermediate_size
+
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes, along the inner width."""
+        gate: dict[str, Role] = {"gate_proj": "column"} if self.gated else {}
+        return TensorCut({**gate, "up_proj": "column", "down_proj": "row"})
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
@@ -166,6 +173,14 @@ class Experts:
     def widest(self) -> int:
         """Features of its widest tensor between two products: a token has a row for each of its experts."""
         return max(self.top_k * self.intermediate_size, 0 if self.shared is None else self.shared.widest)
+
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes: every expert along its inner width, and the shared network; the router is whole."""
+        of_gated: dict[str, Role] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+        shared = {} if self.shared is None else self.shared.tensor_cut.roles
+        halves = {"experts": of_gated, "shared": shared}
+        return TensorCut({f"{half}.{name}": role for half, roles in halves.items() for name, role in roles.items()})
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""

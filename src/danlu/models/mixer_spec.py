@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from danlu.core.errors import ModelError
 from danlu.models.rope_config import Rope, YarnScaling
+from danlu.models.tensor_cut import Role, TensorCut
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a parameter, without its layer -> shape."""
@@ -149,6 +150,16 @@ class Heads:
             "selective": queries + 2 * keys + gate,
         }
 
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes, by heads; norms of single heads are whole."""
+        roles: dict[str, Role] = {"q_proj": "column", "k_proj": "grouped", "v_proj": "grouped"}
+        roles |= {"gate_proj": "column"} if self.output_gate else {}
+        roles["o_proj"] = "row"
+        norms = {"q_norm": "q_proj", "k_norm": "k_proj"} if self.qk_norm == "full" else {}
+        units = dict.fromkeys(roles, self.head_dim)
+        return TensorCut(roles, units, slots={"prefix": "k_proj", "sinks": "q_proj"}, norms=norms)
+
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
         if self.heads % degree:
@@ -264,6 +275,17 @@ class Latent:
             "selective": q_latent + self.cached_width + queries,
         }
 
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes: matrices that make queries, keys or values of heads, by heads; latents are whole."""
+        roles: dict[str, Role] = {"q_proj": "column"}
+        if self.q_lora_rank is not None:
+            roles = {"q_a_proj": "whole", "q_b_proj": "column"}
+        roles |= {"kv_a_proj": "whole", "kv_b_proj": "column", "o_proj": "row"}
+        queries = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        expanded = self.qk_nope_head_dim + self.v_head_dim
+        return TensorCut(roles, {queries: self.head_dim, "kv_b_proj": expanded, "o_proj": self.v_head_dim})
+
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
         if self.heads % degree:
@@ -350,6 +372,14 @@ class Factorized:
             "selective": self.query_rank + queries + (keys if self.key_reuse else 2 * keys),
         }
 
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes: matrices of query heads, by heads; the key and the value are whole."""
+        values = "key_reuse" if self.key_reuse else "v_proj"
+        roles: dict[str, Role] = {"q_a_proj": "whole", "q_b_proj": "column", "k_proj": "whole", values: "whole"}
+        roles["o_proj"] = "row"
+        return TensorCut(roles, {"q_b_proj": self.head_dim, "o_proj": self.head_dim})
+
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
         if self.heads % degree:
@@ -433,6 +463,19 @@ class Delta:
             "elementwise": projected + 2 * values + states,
             "selective": projected,
         }
+
+    @property
+    def tensor_cut(self) -> TensorCut:
+        """The cut over processes, by heads; features of a key head stay together, and of the value heads that it
+        serves.
+        """
+        columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
+        roles: dict[str, Role] = {**dict.fromkeys(columns, "column"), "o_proj": "row"}
+        served = self.value_dim * (self.heads // self.key_heads)
+        units = {"q_proj": self.key_dim, "k_proj": self.key_dim}
+        units |= dict.fromkeys(("v_proj", "gate_proj", "o_proj"), served)
+        slots = {f"{name}_conv1d": f"{name}_proj" for name in "qkv"} | {"A_log": "a_proj", "dt_bias": "a_proj"}
+        return TensorCut(roles, units, slots)
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""

@@ -32,11 +32,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Dense, NormKind
 from danlu.models.packed_weights import ACTIVE
 from danlu.models.rope import Rotation
-
-Role = Literal["column", "grouped", "row", "vocabulary", "whole"]
-"""How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
-hold the same head), by its inputs, by rows of the vocabulary, or not at all: its gradient is then a sum over processes.
-"""
+from danlu.models.tensor_cut import TensorCut
 
 RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
 """Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), with outputs that are
@@ -54,27 +50,11 @@ def identity(x: Tensor) -> Tensor:
 class Sublayer(Protocol):
     """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
-    tensor_slots: ClassVar[Mapping[str, str]]
-    """Slot of an adapter, parameter [H], or convolution -> the linear layer with which it is cut, by its outputs or
-    heads.
-    """
     recompute_points: ClassVar[RecomputePoints]
 
     @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """The linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass.
-
-        Other parameters that are in no slot are held whole by every process, and their gradients are sums over
-        processes.
-        """
-        ...
-
-    @property
-    def tensor_norms(self) -> Mapping[str, str]: ...  # norm over all outputs of a linear layer, which is cut with them
-
-    @property
-    def tensor_unit(self) -> int | Mapping[str, int]:
-        """Features of a cut dimension that stay together, those of a head; by linear layer where they differ."""
+    def tensor_cut(self) -> TensorCut:
+        """How its parameters may be cut over processes."""
         ...
 
 
@@ -328,9 +308,6 @@ class MLP(nn.Module):
     down(activation(up(x))).
     """
 
-    tensor_slots: ClassVar[Mapping[str, str]] = {}
-    tensor_norms: ClassVar[Mapping[str, str]] = {}
-    tensor_unit = 1
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("gated_activation",),
         "selective": ("gated_activation",),
@@ -343,12 +320,7 @@ class MLP(nn.Module):
         self.up_proj = Linear(width, mlp, bias=spec.bias)
         self.down_proj = Linear(mlp, width, bias=spec.bias)
         self.activation = spec.activation
-
-    @property
-    def tensor_roles(self) -> Mapping[str, Role]:
-        """How its matrices may be cut over processes."""
-        gate: dict[str, Role] = {} if self.gate_proj is None else {"gate_proj": "column"}
-        return {**gate, "up_proj": "column", "down_proj": "row"}
+        self.tensor_cut = spec.tensor_cut
 
     def forward(self, x: Tensor) -> Tensor:
         gates = () if self.gate_proj is None else (self.gate_proj,)

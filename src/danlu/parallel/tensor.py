@@ -1,6 +1,6 @@
 """Tensor parallelism: a decoder's matrices cut among processes, each of which keeps plain, smaller tensors.
 
-Modules declare how they may be cut: `tensor_roles` of attention and MLP, `tensor_axes` of adapters. Here every
+Specs declare how sublayers may be cut (`models.tensor_cut`), adapters their `tensor_axes`. Here every
 parameter and quantized weight is replaced by its shard, in place and under its name, and the communication of `regions`
 is put into the decoder's slots. The forward pass stays single-device code over fewer heads, features and rows of the
 vocabulary.
@@ -29,7 +29,8 @@ from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm, Role
+from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
+from danlu.models.tensor_cut import Role, TensorCut, share, vocabulary_bounds, vocabulary_rows
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 
@@ -97,10 +98,8 @@ class Cutter:
                 f"parallel.tensor: {size} is more than the {vocab_size} tokens of the vocabulary. Use at most "
                 f"{vocab_size}"
             )
-        bounds = [vocab_size * index // size for index in range(size + 1)]
-        is_last = group.index == size - 1  # which has the rows that no token has, too
-        end = model.config.vocab_rows if is_last else bounds[group.index + 1]
-        self._vocabulary = slice(bounds[group.index], end)
+        bounds = vocabulary_bounds(vocab_size, size)
+        self._vocabulary = vocabulary_rows(model.config, size, group.index)
         self._regions = Regions(group, [end - start for start, end in itertools.pairwise(bounds)], sequence=sequence)
 
     def layer(self, name: str) -> None:
@@ -165,15 +164,15 @@ class Cutter:
         """Cuts attention or a feed-forward network as it declares: see `models.modules.Sublayer`."""
         from danlu.models.gated_delta_net import CausalConv
 
-        units = sublayer.tensor_unit
-        for part, role in sublayer.tensor_roles.items():
+        declared: TensorCut = sublayer.tensor_cut
+        for part, role in declared.roles.items():
             linear = sublayer.get_submodule(part)
             assert isinstance(linear, Linear | GroupedLinear)
             outputs, inputs = linear.shape
             if role == "whole":
                 self._whole(linear, self.group)
                 continue
-            unit = units[part] if isinstance(units, Mapping) else units
+            unit = declared.unit(part)
             if role == "row":
                 features, replicas = self._features(inputs, unit, role, f"{name}.{part}")
                 self._linear(linear, self._shard("inputs", slice(0, outputs), features), replicas)
@@ -181,7 +180,7 @@ class Cutter:
             features, replicas = self._features(outputs, unit, role, f"{name}.{part}")
             shard = self._shard("outputs", features, slice(0, inputs))
             self._linear(linear, shard, replicas)
-            for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
+            for slot in (slot for slot, source in declared.slots.items() if source == part):
                 filling = getattr(sublayer, slot)
                 if isinstance(filling, CausalConv):
                     self._parameters(filling, filling.tensor_axes, shard, replicas)
@@ -189,13 +188,13 @@ class Cutter:
                     self._of_heads(sublayer, slot, slice(features.start // unit, features.stop // unit), replicas)
                 else:
                     self._adapters(filling, shard, replicas)
-            for norm in (norm for norm, source in sublayer.tensor_norms.items() if source == part):
+            for norm in (norm for norm, source in declared.norms.items() if source == part):
                 self._norm(sublayer.get_submodule(norm), shard, replicas)
         for child_name, child in sublayer.named_children():
-            if child_name not in {*sublayer.tensor_roles, *sublayer.tensor_slots, *sublayer.tensor_norms}:
+            if child_name not in {*declared.roles, *declared.slots, *declared.norms}:
                 self._whole(child, self.group)
         for own_name, own in self._named(sublayer, recurse=False):
-            if own_name not in sublayer.tensor_slots:
+            if own_name not in declared.slots:
                 self._keep_whole(own, self.group)
 
     def _of_heads(self, sublayer: nn.Module, name: str, heads: slice, replicas: Group) -> None:
@@ -291,13 +290,11 @@ class Cutter:
         """Returns the slice of a matrix's features that this rank has, in multiples of `unit`, and the ranks with the
         same slice.
         """
-        size, index, count = self.group.size, self.group.index, features // unit
-        if count % size == 0:
-            share = features // size
-            return slice(share * index, share * (index + 1)), self.alone
-        if role == "grouped" and size % count == 0:
-            start = index * count // size * unit
-            return slice(start, start + unit), self._subgroup(size // count)
+        size, count = self.group.size, features // unit
+        part = share(features, unit, role, size, self.group.index)
+        if part is not None:
+            replicas = self.alone if part.replicas == 1 else self._subgroup(part.replicas)
+            return slice(part.start, part.start + part.length), replicas
         multiple = ", nor is it a multiple" if role == "grouped" else ""
         raise RecipeError(
             f"parallel.tensor: {size} does not divide the {count} parts of {name}{multiple}. Use a divisor of {count}"

@@ -191,7 +191,7 @@ def _needs_input(model: Decoder, half: int) -> bool:
         takers = (sublayer.router, sublayer.shared_gate)
         if any(parameter.requires_grad for taker in takers if taker is not None for parameter in taker.parameters()):
             return True
-    named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_roles.items())
+    named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_cut.roles.items())
     entrance = [module for module, role in named if role != "row" and isinstance(module, Linear)]
     return any(takes_input(module, linear) for linear in entrance for module in linear.modules())
 
@@ -230,7 +230,7 @@ def head_norms(model: Decoder, plan: Plan, first_with_gradient: int) -> int:
         layer = model.layers[str(entry.layer)]
         assert isinstance(layer, Layer)
         for half, sublayer in enumerate(layer.sublayers.values(), 2 * place):
-            for norm, source in sublayer.tensor_norms.items():
+            for norm, source in sublayer.tensor_cut.norms.items():
                 if getattr(sublayer, norm).shard is None:
                     continue
                 trained = any(parameter.requires_grad for parameter in getattr(sublayer, source).parameters())
