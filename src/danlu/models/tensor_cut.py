@@ -122,30 +122,30 @@ def tensor_parts(config: ModelConfig, degree: int, rank: int, *, sequence: bool)
     from danlu.models.config import parameter_shapes
 
     by_kind = {kind: _of_halves(kind.mixer, kind.feed, config.hidden_size, degree, rank) for kind in config.kinds}
-    found: dict[str, TensorPart] = {}
+    parts: dict[str, TensorPart] = {}
     for name, shape in parameter_shapes(config).items():
         module, _, rest = name.partition(".")
         if module == "layers":
             number, _, rest = rest.partition(".")
             local = by_kind[config.layers[int(number)]].get(rest)
             if local is not None:
-                found[name] = local
+                parts[name] = local
                 continue
         whole = ShardBox.full(shape)
         if module in OF_VOCABULARY:
             rows = vocabulary_rows(config, degree, rank)
-            found[name] = TensorPart(whole.narrow(0, rows.start, rows.stop - rows.start), 1)
+            parts[name] = TensorPart(whole.narrow(0, rows.start, rows.stop - rows.start), 1)
         else:
             box = replace(whole, replicas=degree, is_writer=rank == 0)
-            found[name] = TensorPart(box, degree if sequence else 1)
-    return found
+            parts[name] = TensorPart(box, degree if sequence else 1)
+    return parts
 
 
 def _of_halves(mixer: Mixer, feed: Feed, width: int, degree: int, rank: int) -> dict[str, TensorPart]:
     """The local parts of the parameters of a layer's two sublayers, by their names in the layer."""
-    found: dict[str, TensorPart] = {}
+    parts: dict[str, TensorPart] = {}
     for half, spec in (("attention", mixer), ("mlp", feed)):
         shapes = spec.parameter_shapes(width)
         cut = spec.tensor_cut
-        found |= {f"{half}.{name}": cut.local(name, shapes, degree, rank) for name in shapes}
-    return found
+        parts |= {f"{half}.{name}": cut.local(name, shapes, degree, rank) for name in shapes}
+    return parts
