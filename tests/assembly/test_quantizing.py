@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from danlu.adapters.adapter_config import read_adapter_config
 from danlu.assembly import quantizing
 from danlu.assembly.base_model import ORIGIN, check_base, find_base
-from danlu.assembly.frozen_base import load_frozen
+from danlu.assembly.frozen_base import adapter_sites, load_frozen
 from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError, ResourceError
 from danlu.models.hf_folder import CONFIG, INDEX, SINGLE_FILE, fingerprint
@@ -83,7 +83,7 @@ def test_it_is_the_model_packed_while_loading(bases: dict[str, Path], tmp_path: 
     made = load_frozen(bases["llama"], dtype=torch.float32, quantization=section).model
     read = load_frozen(tmp_path / "out", dtype=torch.float32).model
     assert torch.equal(logits(made), logits(read))
-    linears = [site.module for site in quantizing.adapter_sites(read) if site.group in ("attention", "mlp")]
+    linears = [site.module for site in adapter_sites(read) if site.group in ("attention", "mlp")]
     assert all(linear.weight is None for linear in linears)
     stored = sum(linear.quantized.stored_bytes() for linear in linears)
     assert report.quantized == sum(linear.shape[0] * linear.shape[1] for linear in linears)

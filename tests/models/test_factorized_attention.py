@@ -136,10 +136,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_prefixes_are_refused() -> None:
     from danlu.adapters.targets import choose
-    from danlu.models.hf_layout import config_sites
+    from danlu.models.sites import sites_of
     from danlu.recipe import sections
 
-    sites = config_sites(decoder().config)
+    sites = sites_of(decoder().config)
     with pytest.raises(RecipeError, match=r"a prefix takes the place of keys and values of heads.*Use kind: prompt"):
         choose(sites, sections.Prefix(tokens=3))
     assert choose(sites, sections.Prompt(tokens=3))

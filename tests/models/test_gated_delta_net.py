@@ -236,10 +236,10 @@ def test_a_config_that_its_family_cannot_say_is_not_written(tiny_values: Callabl
 
 def test_a_prefix_has_no_place_in_linear_attention(tiny_values: Callable[[str], dict[str, Any]]) -> None:
     from danlu.adapters.targets import choose
-    from danlu.models.hf_layout import config_sites
+    from danlu.models.sites import sites_of
     from danlu.recipe import sections
 
-    sites = config_sites(read_config_values(tiny_values("qwen3.5")))
+    sites = sites_of(read_config_values(tiny_values("qwen3.5")))
     with pytest.raises(RecipeError, match="prefix stands in the place of keys and values"):
         choose(sites, sections.Prefix(tokens=2))
 

@@ -23,10 +23,11 @@ from danlu.models.block_scaled import scaled_method
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, read_config, read_json
-from danlu.models.hf_layout import config_sites, hf_name
+from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
+from danlu.models.sites import sites_of
 from danlu.numerics.bitsandbytes_layout import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
@@ -83,13 +84,12 @@ def adapters_of(
 
 
 def adapter_sites(model: Decoder) -> list[Site]:
-    """Returns the places of adapters: every linear layer, those of experts, the embedding and the head, in the order of
-    the forward pass.
+    """Returns the places of `models.sites.sites_of` with the decoder's modules, and the shapes that these have.
 
     The site of a tied head has no module yet: `Decoder.head_as_linear` makes it.
     """
     sites = []
-    for site in config_sites(model.config):
+    for site in sites_of(model.config):
         if site.layer is None:
             module = model.lm_head if site.group == "head" else model.embed_tokens
             sites.append(replace(site, module=module))

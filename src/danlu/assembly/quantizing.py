@@ -17,7 +17,7 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
-from danlu.assembly.frozen_base import adapter_sites, quantize_weight, refuse_quantized
+from danlu.assembly.frozen_base import quantize_weight, refuse_quantized
 from danlu.assembly.merging import find_tokenizer
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import refuse_existing, replace_folder
@@ -29,6 +29,7 @@ from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
+from danlu.models.sites import sites_of
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
 from danlu.numerics.bitsandbytes_layout import config_values as quantization_values
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -96,7 +97,7 @@ def quantize(
         stop_ids = end_of_turn_ids(str(tokenizer_folder))
         config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stop_ids])))
     model = meta_decoder(config)
-    sites = (site for site in adapter_sites(model) if site.is_linear or (experts and site.experts is not None))
+    sites = (site for site in sites_of(config) if site.is_linear or (experts and site.experts is not None))
     linears = {f"{site.name}.weight" for site in sites}
     kept = dtype or stored_dtype(folder)
     kept = torch.float32 if kept == torch.float64 else kept
@@ -254,8 +255,9 @@ def quantization_errors(
     Raises ModelError for a model that is quantized already, or that cannot be read.
     """
     refuse_quantized(folder, ADVICE)
-    model = meta_decoder(read_config(folder))
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
+    config = read_config(folder)
+    model = meta_decoder(config)
+    linears = {f"{site.name}.weight" for site in sites_of(config) if site.layer is not None}
     errors = {name: QuantizationError() for name in formats}
     done = 0
 

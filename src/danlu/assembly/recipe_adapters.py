@@ -15,8 +15,8 @@ from danlu.core.safetensors_format import read_header
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
-from danlu.models.hf_layout import config_sites
 from danlu.models.presets import from_scratch
+from danlu.models.sites import sites_of
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
     elif adapter is not None:
         from danlu.adapters.targets import check_rows, choose
 
-        sites = config_sites(read_config(base.folder))
+        sites = sites_of(read_config(base.folder))
         check_rows(sites, choose(sites, adapter), adapter, trained_tokens(model, adapter))
 
 
@@ -53,7 +53,7 @@ def check_without_weights(model: sections.Model, adapter: sections.AdapterSectio
     if adapter is not None and not isinstance(adapter, sections.Continue):
         from danlu.adapters.targets import choose
 
-        choose(config_sites(find_config(model.path)), adapter)
+        choose(sites_of(find_config(model.path)), adapter)
 
 
 def max_sample_length(

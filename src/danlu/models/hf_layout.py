@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
-from danlu.core.layer_types import LANGUAGE_PART, Site
+from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
@@ -157,7 +157,9 @@ def hf_tensors(config: ModelConfig, *, stacked: bool | None = None) -> list[HFTe
     for number, (name, parameters) in enumerate(sharing.items()):
         lies, turns = Stored(name), 1
         first, *path = parameters[0].split(".")
-        if first == "layers" and not isinstance(entry := _entry(path[1:], _modules(config, path[0], stacked))[0], str):
+        if first == "layers" and not isinstance(
+            entry := entry_of(path[1:], modules_of(config, path[0], stacked))[0], str
+        ):
             lies, turns = entry, entry.turns(config.layers[int(path[0])])
         own = {parameter: shapes[parameter] for parameter in parameters}
         before, is_by_expert, _ = name.partition("*")
@@ -252,44 +254,8 @@ def _is_published_stacked(config: ModelConfig) -> bool:
     return config.multimodal is not None and MULTIMODAL[config.multimodal].stacked_experts
 
 
-def config_sites(config: ModelConfig) -> list[Site]:
-    """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
-    linear layer, the stacked ones of experts, the embedding and the head over the vocabulary, where it has one.
-    """
-    shape = (config.vocab_rows, config.hidden_size)
-    sites = [Site("embed_tokens", hf_name("embed_tokens", config), "embedding", None, shape, None)]
-    for parameter, sides in parameter_shapes(config).items():
-        name, _, kind = parameter.rpartition(".")
-        first, *rest = name.split(".")
-        is_linear = kind == "weight" and len(sides) == 2 and not name.endswith(".router")
-        if is_stacked(parameter) and kind == "weight":
-            sites.append(_experts_site(name, sides, config))
-        elif first == "layers" and is_linear:
-            stored = _entry(rest[1:], _modules(config, rest[0], stacked=False))[0]
-            turns = 1 if isinstance(stored, str) else stored.turns(config.layers[int(rest[0])])
-            index, outputs_inputs = int(rest[0]), (sides[0], sides[1])
-            sites.append(Site(name, hf_name(name, config), rest[1], index, outputs_inputs, None, turns))
-    if config.task != "causal-lm":
-        return sites
-    return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
-
-
-def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
-    """The site of one matrix of all experts of a layer.
-
-    transformers' classes (5.0 and later) keep the experts of every family stacked in one module, gate and up in one
-    parameter `gate_up_proj`, however their folders have them; adapters go by these names.
-    """
-    _, index, *_, matrix = name.split(".")
-    entry = _entry([*name.split(".")[2:], "weight"], _modules(config, index, stacked=False))[0]
-    experts, outputs, inputs = sides
-    turns = outputs if isinstance(entry, Stored) and entry.alternates and matrix != "down_proj" else 1
-    parameter = "down_proj" if matrix == "down_proj" else "gate_up_proj"
-    stored = f"{_prefix(config)}.layers.{index}.{FAMILIES[config.family].experts_module}.{parameter}"
-    return Site(name, stored, "experts", int(index), (outputs, inputs), None, turns, experts)
-
-
-def _prefix(config: ModelConfig) -> str:
+def prefix_of(config: ModelConfig) -> str:
+    """The name of the module that holds the decoder in transformers' class."""
     return FAMILIES[config.family].prefix if config.multimodal is None else LANGUAGE_PART
 
 
@@ -301,16 +267,17 @@ def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None)
     """
     stacked = _is_published_stacked(config) if stacked is None else stacked
     head, *rest = parameter.split(".")
-    prefix = _prefix(config)
+    prefix = prefix_of(config)
     if head != "layers":
         stored = ".".join((FAMILIES[config.family].outer_modules.get(head, head), *rest))
         return stored if head == "lm_head" else f"{prefix}.{stored}"
     index, *path = rest
-    entry, cut = _entry(path, _modules(config, index, stacked))
+    entry, cut = entry_of(path, modules_of(config, index, stacked))
     return ".".join((prefix, "layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
 
 
-def _modules(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str | Stored]:
+def modules_of(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str | Stored]:
+    """The family's entry for each part of a layer. index: the layer's number; stacked: as in `hf_tensors`."""
     family = FAMILIES[config.family]
     modules = family.modules_of(config.layers[int(index)], stacked=stacked)
     if not (stacked and config.multimodal is not None and MULTIMODAL[config.multimodal].transposed_experts):
@@ -319,7 +286,7 @@ def _modules(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str
     return {**modules, **{name: replace(entry, transposed=True) for name, entry in tensors.items()}}
 
 
-def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:
+def entry_of(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:
     """Returns the entry of a family for the longest beginning of a parameter's path within its layer, and that
     length.
     """

@@ -18,7 +18,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.targets import ROW_GROUPS
 from danlu.assembly.base_model import find_base
-from danlu.assembly.frozen_base import adapter_sites, adapters_of, stored_quantization
+from danlu.assembly.frozen_base import adapters_of, stored_quantization
 from danlu.assembly.memory_estimate import (
     activation_dtype,
 )
@@ -33,6 +33,7 @@ from danlu.models.hf_folder import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.loading import meta_decoder
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
+from danlu.models.sites import sites_of
 from danlu.planning.activation_memory import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
@@ -129,7 +130,7 @@ def meta_model(recipe: Recipe, config: ModelConfig) -> MetaModel:
 def frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, config: ModelConfig) -> dict[str, int]:
     """The bytes of each parameter of a frozen model of this config, over all processes; its adapters are left out."""
     model, sizes = meta_decoder(config), {}
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
+    linears = {f"{site.name}.weight" for site in sites_of(config) if site.layer is not None}
     for name, parameter in model.named_parameters():
         if name in linears and spec.quantization is not None:
             sizes[name] = packed_bytes(parameter.shape, spec.quantization)

@@ -13,12 +13,13 @@ from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_ada
 from danlu.adapters.peft_folder import section_of, write_adapter
 from danlu.adapters.targets import by_pattern, select, unmatched
 from danlu.assembly.base_model import Base, find_base
-from danlu.assembly.frozen_base import adapter_sites, adapters_of
+from danlu.assembly.frozen_base import adapters_of
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Site
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
 from danlu.models.loading import load, meta_decoder
+from danlu.models.sites import sites_of
 from danlu.recipe import sections
 
 RANK = 4  # of low-rank adapters
@@ -109,7 +110,7 @@ def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: i
 
 def _on_layers(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     """Names of single layers become those of the layers that stand for them: the first half of 28 is the first of 2."""
-    small_sites, large_sites = adapter_sites(meta_decoder(small)), adapter_sites(meta_decoder(config))
+    small_sites, large_sites = sites_of(small), sites_of(config)
     single = {name for site in large_sites for name in (site.name, site.hf_name) if site.layer is not None}
 
     def moved(name: str) -> str:
