@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,34 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from danlu.core.atomic_write import write_atomically
+from danlu.planning.cards import card_of_device
 
 if TYPE_CHECKING:
     import torch
-
-# FLOP/s of dense products with 16-bit numbers and float32 sums, from the makers' data sheets, by what torch calls the
-# device; the first that is found counts. Data sheets often print twice as much, for sparse matrices.
-SPECIFIED: tuple[tuple[str, float], ...] = (
-    (r"B200\b", 2250e12),
-    (r"H200 NVL\b", 835.5e12),
-    (r"H200\b", 989.4e12),
-    (r"H100 PCIe\b", 756e12),
-    (r"H100 NVL\b", 835.5e12),
-    (r"H100\b", 989.4e12),
-    (r"A100\b", 312e12),
-    (r"L40S\b", 362e12),
-    (r"L4\b", 121e12),
-    (r"A10\b", 125e12),
-    (r"GeForce RTX 4090$", 165.2e12),
-    (r"GeForce RTX 3090$", 71e12),
-    (r"MI300X\b", 1307.4e12),
-    (r"MI250X\b", 191.5e12),
-)
-# These have no bfloat16.
-SPECIFIED_FLOAT16: tuple[tuple[str, float], ...] = (
-    (r"V100-SXM2\b", 125e12),
-    (r"V100-PCIE\b", 112e12),
-    (r"T4\b", 65e12),
-)
 
 _SIZES_CPU = (512, 1024, 2048)  # larger squares are no faster, and would take a quarter of a second each
 _SIZES_CUDA = (2048, 4096, 8192)
@@ -60,7 +35,7 @@ class Peak:
     dtype: torch.dtype
     measured: float
     specified: float | None
-    """The peak of the maker's data sheet; None where this file does not know the device."""
+    """The peak of the maker's data sheet; None where `cards.py` does not know the device."""
     processes: int = 1
 
     @property
@@ -99,9 +74,8 @@ def specified_peak(dtype: torch.dtype, device: torch.device | str) -> float | No
     device = torch.device(device)
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
-    known = (*SPECIFIED, *(SPECIFIED_FLOAT16 if dtype == torch.float16 else ()))
-    name = torch.cuda.get_device_name(device)
-    return next((flops for pattern, flops in known if re.search(rf"\b{pattern}", name)), None)
+    card = card_of_device(torch.cuda.get_device_name(device))
+    return None if card is None else card.peaks.get("fp16" if dtype == torch.float16 else "bf16")
 
 
 def _name(dtype: torch.dtype) -> str:
