@@ -57,6 +57,15 @@ class Loaded:
         return engine_of(self.model, options or EngineOptions(cache_gib=0.01))
 
 
+def model_with(template: str, base: Path, folder: Path) -> Loaded:
+    """A model folder with another chat template, and a context for calls of tools and JSON."""
+    copied = Path(shutil.copytree(base, folder))
+    (copied / "chat_template.jinja").write_text(template)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    return Loaded.of(copied)
+
+
 @dataclass
 class Served:
     """A server that answers. failure: what its thread ended with."""

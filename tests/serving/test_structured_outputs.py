@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from builders.chat_templates import QWEN3
-from builders.served import Loaded, Served, serving
+from builders.served import Loaded, Served, model_with, serving
 from builders.tiny_world import World
 from openai import OpenAI
 from pydantic import BaseModel
@@ -51,21 +50,13 @@ class Event(BaseModel, extra="forbid"):
     is_open: bool
 
 
-def model_with(template: str, world: World, folder: Path) -> Loaded:
-    copied = Path(shutil.copytree(world.base, folder))
-    (copied / "chat_template.jinja").write_text(template)
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
-    return Loaded.of(copied)
-
-
 def engine(loaded: Loaded) -> EmbeddedEngine:
     return loaded.engine(EngineOptions(cache_gib=0.05))
 
 
 @pytest.fixture(scope="module")
 def served(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    loaded = model_with(QWEN3, tiny_world, tmp_path_factory.mktemp("forms") / "qwen")
+    loaded = model_with(QWEN3, tiny_world.base, tmp_path_factory.mktemp("forms") / "qwen")
     with serving(loaded.served, engine(loaded)) as served:
         yield served
 
@@ -206,7 +197,7 @@ def test_a_schema_of_a_tool_that_cannot_be_kept_to_is_named(client: OpenAI) -> N
 
 
 def test_thoughts_are_apart_and_a_form_is_that_of_the_text_behind(tiny_world: World, tmp_path: Path) -> None:
-    loaded = model_with(THINKS, tiny_world, tmp_path / "qwen")
+    loaded = model_with(THINKS, tiny_world.base, tmp_path / "qwen")
     form: Any = {"type": "json_schema", "json_schema": {"name": "event", "schema": Event.model_json_schema()}}
     ask: dict[str, Any] = {"model": "qwen", "messages": HELLO, "response_format": form, "temperature": 1, "seed": 3}
     with serving(loaded.served, engine(loaded)) as served:

@@ -196,7 +196,7 @@ class AgentEndpoint:
             key,
             body,
             tuple(message.turn for message in body.messages),
-            () if body.tool_choice == "none" else tuple(body.tools),
+            tuple(body.shown_tools),
             asyncio.get_running_loop().create_future(),
         )
         self._requests.append(asked)

@@ -134,11 +134,11 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         return await self.answer_chat(request, await read_request(ChatBody, request), ChatWriter)
 
-    async def answer_chat(self, request: Request, body: ChatBody, kind: type[ChatWriter]) -> Response:
-        """Answers a conversation. kind: writes the answer. Raises ApiError."""
+    async def answer_chat(self, request: Request, body: ChatBody, kind: Callable[..., ChatWriter]) -> Response:
+        """Answers a conversation. kind: makes the writer of the answer. Raises ApiError."""
         model = self.models.find(body.model)
-        tools = [] if body.tool_choice == "none" else body.tools
-        prompt = await self._tokenize(partial(self._encode_messages, model, body, tools), "messages")
+        tools = body.shown_tools
+        prompt = await self.encode_chat(model, body)
         grammar = await self._tokenize(partial(chat_grammar_of, body, model, prompt.opened), "structured_outputs")
         requests = await self._requests(body, model, [prompt.tokens], grammar)
         read_calls = replace(model.read_calls, tools=tuple(tools)) if tools else None
@@ -150,6 +150,10 @@ class Api:
             read_calls = read_calls and replace(read_calls, in_thought=False)
         writer = kind(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls, thoughts)
         return await self._answer(request, call_of(requests, body, model), body, writer)
+
+    async def encode_chat(self, model: ServedModel, body: ChatBody) -> ChatPrompt:
+        """The prompt of a conversation. Raises ApiError."""
+        return await self._tokenize(partial(self._encode_messages, model, body, body.shown_tools), "messages")
 
     async def _requests(
         self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]], grammar: str | None
@@ -227,6 +231,8 @@ class Api:
                 code="context_length_exceeded",
             )
         turns = [message.turn for message in messages]
+        if "developer" not in chat_tokenizer.tokenizer.template(tools=bool(tools)).source:
+            turns = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns]
         self._check_size(model, characters([turns, list(tools)]), "messages")
         if tools and not template_process().takes_tools(chat_tokenizer.tokenizer.template(tools=True)):
             raise ApiError(

@@ -46,28 +46,29 @@ async def stream_events(
 
     timeout_s: the longest time of all of them.
     """
+    named = writer.names_events
     for opening in writer.opening():
-        yield event_text(opening)
+        yield event_text(opening, named=named)
     try:
         async for event in call.events(timeout_s):
-            chunks = writer.closings(event) if isinstance(event, Completion) else [writer.chunk(event)]
-            for chunk in chunks:
-                if chunk is not None:
-                    yield event_text(chunk)
+            for chunk in writer.closings(event) if isinstance(event, Completion) else writer.chunks(event):
+                yield event_text(chunk, named=named)
     except TimeoutError:
-        yield event_text(ApiError(too_late(timeout_s), status=504).body)
+        yield event_text(writer.failure(ApiError(too_late(timeout_s), status=504)), named=named)
     except (AnswerFailed, EngineFailed, EngineStopped) as error:
-        yield event_text(ApiError(str(error), status=500).body)
+        yield event_text(writer.failure(ApiError(str(error), status=500)), named=named)
     else:
         if body.include_usage:
             yield event_text(writer.usage_chunk())
-    yield "data: [DONE]\n\n"
+    if not named:
+        yield "data: [DONE]\n\n"
     writer.is_complete = True
 
 
-def event_text(value: dict[str, Any]) -> str:
-    """A server-sent event with a JSON object."""
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+def event_text(value: dict[str, Any], *, named: bool = False) -> str:
+    """A server-sent event with a JSON object. named: its type is the event's name too."""
+    name = f"event: {value['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -19,7 +19,7 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_call_forms import Call
 from danlu.data.tool_calls import AnswerReader, ReadCalls
 from danlu.inference.request import Completion, Finish, NewToken, Request
-from danlu.serving.openai_api import ChatBody, CompletionBody, SamplingBody
+from danlu.serving.openai_api import ApiError, ChatBody, CompletionBody, SamplingBody
 
 FINISH_REASONS: dict[Finish, str] = {
     "stop": "stop",
@@ -44,6 +44,8 @@ class AnswerWriter(ABC):
     kind: str  # the object's name in the API
     chunk_kind: str
     id_prefix: str
+    names_events = False
+    """Whether the events of a stream have names, and the last of them is its end."""
 
     def __init__(self, body: SamplingBody, model: str, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
         self._body = body
@@ -136,6 +138,11 @@ class AnswerWriter(ABC):
             choice["token_ids"] = [token.token]
         return self._chunk([choice])
 
+    def chunks(self, token: NewToken) -> list[dict[str, Any]]:
+        """The chunks of a token."""
+        chunk = self.chunk(token)
+        return [] if chunk is None else [chunk]
+
     def closing(self, completion: Completion) -> dict[str, Any]:
         """The last chunk of an answer: the text that no token brought, and why it ended."""
         index = self._index(completion)
@@ -147,6 +154,10 @@ class AnswerWriter(ABC):
     def closings(self, completion: Completion) -> list[dict[str, Any]]:
         """The last chunks of an answer."""
         return [self.closing(completion)]
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The last chunk of a stream that cannot be ended as it should."""
+        return error.body
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk after all answers, where it is asked for."""

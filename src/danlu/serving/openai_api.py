@@ -318,6 +318,10 @@ class CompletionBody(SamplingBody):
         return self.logprobs
 
 
+_THOUGHT_NAMES = ("reasoning", "reasoning_content", "thinking")
+"""The names of an assistant's thought: vLLM's, the one of DeepSeek and Qwen, and that of gpt-oss's template."""
+
+
 class Message(BaseModel):
     """A turn of a conversation. Its further fields are the chat template's business."""
 
@@ -329,8 +333,13 @@ class Message(BaseModel):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The message as chat templates see it: arguments of tool calls are objects there, and text in OpenAI's API."""
+        """The message as chat templates see it: arguments of tool calls are objects there, and text in OpenAI's API.
+
+        A thought has the names of all templates, as rows have it in training.
+        """
         turn = {name: value for name, value in self.model_dump().items() if value is not None}
+        thought = next((turn[name] for name in _THOUGHT_NAMES if isinstance(turn.get(name), str)), "")
+        turn |= {"reasoning_content": thought, "thinking": thought} if thought else {}
         turn["tool_calls"] = [_with_parsed_arguments(call) for call in self.tool_calls or ()]
         return turn if turn["tool_calls"] else {name: turn[name] for name in turn if name != "tool_calls"}
 

@@ -34,6 +34,11 @@ class ToolsBody(BaseModel):
         return self
 
     @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which the answer has to call one; none where it may do otherwise."""
         if not self._forces_call:
