@@ -14,6 +14,7 @@ from builders.rollout_servers import TIMEOUT_S, VLLM
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.inference.request import Request, SamplingOptions
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling
+from danlu.remote_engines.hand_over import FolderHandOver
 from danlu.remote_engines.http_engine import FRUITLESS_ATTEMPTS, HTTPEngine
 from danlu.remote_engines.server_interface import ServerOptions, check_version
 
@@ -418,6 +419,22 @@ def test_a_server_that_stays_away_is_told_with_what_is_unfinished(small_decoder,
             done += engine.step()
     keys = [(completion.number, completion.sample) for completion in done]
     assert sorted(keys) == [(number, sample) for number in range(3) for sample in range(4)]
+
+
+@both
+@pytest.mark.parametrize("control", ["sleep", "wake", "update"])
+def test_a_server_that_dies_as_it_is_controlled_is_told_with_what_to_do(small_decoder, tmp_path, kind, control):
+    model = small_decoder()
+    hand_over = FolderHandOver(model.config, tmp_path, 1)
+    with serving(kind, model, hand_over=hand_over) as (engine, stand_in):
+        if control == "wake":
+            engine.sleep()
+        stand_in.dead = True
+        arguments = (1, model.named_parameters()) if control == "update" else ()
+        with pytest.raises(ResourceError, match=r"POST /.*Start the server again, and then the run, .*reconnect_s"):
+            getattr(engine, control)(*arguments)
+        stand_in.dead = False
+        engine.is_asleep = engine.is_paused = False  # for closing
 
 
 @both

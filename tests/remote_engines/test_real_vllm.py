@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +187,28 @@ def test_a_server_that_dies_ends_the_run_and_the_run_goes_on_with_a_new_one(fold
     assert lines(file)[-1]["step"] == 16 and all(line["gap"] < ROUNDING for line in lines(file))
 
 
+def within_noise(some: list[float], others: list[float]) -> bool:
+    """Whether the means of two lists, a value a seed, are nearer than three times their spread over seeds."""
+    noise = max(statistics.stdev(some), statistics.stdev(others))
+    return abs(statistics.fmean(some) - statistics.fmean(others)) < 3 * noise
+
+
 def test_rewards_are_those_of_the_embedded_engine_within_noise(folder: Path, vllm: VLLMProcess) -> None:
-    means: dict[str, list[float]] = {"vllm": [], "own": []}
-    for seed in range(3):
-        for name, rollout in (("vllm", served(vllm, "folder")), ("own", {})):
-            file = recipe(folder, f"{name}-{seed}", rollout, steps=24, seed=seed, batch={"prompts": 6})
-            train(file)
-            means[name].append(statistics.fmean(line["reward"] for line in lines(file)[-8:]))
-    first = statistics.fmean(line["reward"] for line in lines(folder / "own-0.yaml")[:3])
-    noise = max(statistics.stdev(means["own"]), statistics.stdev(means["vllm"]))
-    assert min(map(min, means.values())) > first, (first, means)  # both have learnt
-    assert abs(statistics.fmean(means["own"]) - statistics.fmean(means["vllm"])) < 3 * noise, means
+    """Control: both are told from runs that learn nothing."""
+    kinds: dict[str, dict[str, Any]] = {
+        "vllm": {"rollout": served(vllm, "folder")},
+        "own": {"rollout": {}},
+        "untrained": {"rollout": {}, "optimizer": {"learning_rate": 1e-9}},
+    }
+    means: dict[str, list[float]] = {name: [] for name in kinds}
+    for seed, (name, changes) in product(range(3), kinds.items()):
+        file = recipe(folder, f"{name}-{seed}", steps=24, seed=seed, **{"batch": {"prompts": 6}, **changes})
+        train(file)
+        means[name].append(statistics.fmean(line["reward"] for line in lines(file)[-8:]))
+    assert within_noise(means["own"], means["vllm"]), means
+    assert not within_noise(means["own"], means["untrained"]), means
+    assert not within_noise(means["vllm"], means["untrained"]), means
+    assert min(means["vllm"] + means["own"]) > max(means["untrained"]), means  # both have learnt
 
 
 NOT_COMPARED = {

@@ -8,8 +8,8 @@ is lost, and a repeated answer is counted once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import DataError, ResourceError
@@ -88,23 +88,24 @@ class HTTPEngine(StepwiseEngine):
         Where this fails the server stays paused: its weights are not known. A server that sleeps sleeps on.
         """
         assert self.hand_over is not None, "no way was given by which weights reach the servers"
-        each = self.servers.each
-        if self.is_asleep:
-            each(lambda server: server.wake_weights())
-        else:
-            # Servers replace an adapter only when no answer needs it.
-            interrupts = self.hand_over.route == "adapter" or not all(
-                server.labels_tokens for server in self.servers.connected
-            )
-            each(lambda server: server.pause("abort" if interrupts else "keep"), idle=True)
-            if interrupts:
-                self._interrupted()
-        self.hand_over(self.servers, str(version), weights)
-        if not self.is_asleep:  # when it has no cache
-            each(lambda server: server.drop_prefix_cache())
-        self.version = version
-        if not self.is_asleep:
-            each(lambda server: server.resume(), idle=False)
+        with self._controlling():
+            each = self.servers.each
+            if self.is_asleep:
+                each(lambda server: server.wake_weights())
+            else:
+                # Servers replace an adapter only when no answer needs it.
+                interrupts = self.hand_over.route == "adapter" or not all(
+                    server.labels_tokens for server in self.servers.connected
+                )
+                each(lambda server: server.pause("abort" if interrupts else "keep"), idle=True)
+                if interrupts:
+                    self._interrupted()
+            self.hand_over(self.servers, str(version), weights)
+            if not self.is_asleep:  # when it has no cache
+                each(lambda server: server.drop_prefix_cache())
+            self.version = version
+            if not self.is_asleep:
+                each(lambda server: server.resume(), idle=False)
 
     def sleep(self) -> None:
         """Has servers give their caches' memory back until `wake`. Unfinished answers go on from their tokens then."""
@@ -115,7 +116,8 @@ class HTTPEngine(StepwiseEngine):
 
         if self.is_asleep:
             return
-        self.servers.each(sleep, idle=True)
+        with self._controlling():
+            self.servers.each(sleep, idle=True)
         self._interrupted()
         self.is_paused = self.is_asleep = True
 
@@ -127,7 +129,8 @@ class HTTPEngine(StepwiseEngine):
             server.is_asleep = False
 
         if self.is_asleep:
-            self.servers.each(wake, idle=False)
+            with self._controlling():
+                self.servers.each(wake, idle=False)
             self.is_paused = self.is_asleep = False
 
     def close(self) -> None:
@@ -279,13 +282,31 @@ class HTTPEngine(StepwiseEngine):
         self._waiting.extendleft(reversed(self._in_flight.abandon()))
         self._fruitless.clear()
 
+    @contextmanager
+    def _controlling(self) -> Iterator[None]:
+        """Within the block servers are controlled, which nothing repeats for one that goes away meanwhile.
+
+        Raises ConnectionLost for the only one, with what to do.
+        """
+        try:
+            yield
+        except ConnectionLost as lost:
+            raise ConnectionLost(f"{lost}. {self._going_on_text()}") from None
+
+    def _going_on_text(self) -> str:
+        return (
+            "Start the server again, and then the run, which resumes from its last checkpoint. As it starts, it waits "
+            f"{self.options.reconnect_s:g} s for the server (rollout.server.reconnect_s)"
+        )
+
     def _reconnect(self) -> None:
         """Waits for a server that was lost. Raises ResourceError if it does not come back with the same weights."""
         lost, self._lost = self._lost, None
         reconnect_s = self.options.reconnect_s
         if not self.servers.wait_until_there(reconnect_s):
             raise ConnectionLost(
-                f"{lost}. The server was not back within {reconnect_s:g} s (reconnect_s). {self._unfinished_text()}"
+                f"{lost}. The server was not back within {reconnect_s:g} s (reconnect_s). {self._unfinished_text()}. "
+                f"{self._going_on_text()}"
             )
         self.servers.check(self._config)
         label = self.servers.version_label()
