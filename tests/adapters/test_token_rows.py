@@ -19,8 +19,6 @@ from danlu.adapters.adapter_config import CONFIG, read_adapter_config
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merged_parameter, unties_head
 from danlu.adapters.peft_folder import WEIGHTS, add_adapter, write_adapter
-from danlu.adapters.peft_lora import read_factors
-from danlu.adapters.peft_values import PeftReader
 from danlu.assembly.base_model import find_base
 from danlu.core.errors import ModelError, RecipeError
 from danlu.models.loading import load
@@ -159,10 +157,3 @@ def test_indices_that_cannot_be_are_named(folders: dict[str, Path], tmp_path: Pa
     (tmp_path / CONFIG).write_text(json.dumps({**config, "trainable_token_indices": value}))
     with pytest.raises(ModelError, match=message):
         add_adapter(adapter_set(load(folders["tied"])), "again", read_adapter_config(tmp_path))
-
-
-def test_adapters_with_rows_are_not_combined(folders: dict[str, Path], tmp_path: Path) -> None:
-    write_adapter(with_rows(folders["tied"]), "mine", tmp_path, base="base", base_fingerprint=None)
-    values = json.loads((tmp_path / CONFIG).read_text())
-    with pytest.raises(ModelError, match="trains rows of single tokens"):
-        read_factors(PeftReader(values, load_file(tmp_path / WEIGHTS), "folder"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from builders.tiny_adapters import logits, perturb
 from danlu.adapters.adapter_config import open_adapter
+from danlu.adapters.adapter_set import NO_TOKENS
 from danlu.adapters.peft_folder import DANLU, WEIGHTS, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import find_base
+from danlu.assembly.base_model import find_base, with_rows_for
 from danlu.assembly.frozen_base import adapters_of
+from danlu.core.added_token import AddedToken
 from danlu.models.loading import load
 from danlu.models.score_head import head_tensors, new_score_head
 
@@ -29,17 +32,20 @@ def adapter_folder(
     size: float = 0.05,
     below: tuple[Path, ...] = (),
     scores: bool = False,
+    tokens: Sequence[AddedToken] = (),
+    token_ids: Mapping[str, Sequence[int]] = NO_TOKENS,
 ) -> Path:
     """An adapter of a base with numbers as after training, in danlu's form; upon others where there are some.
 
     scores: that of a reward model, with a head.
+    tokens: for which the base gets rows. token_ids: with rows that it trains, of "embedding" and "head".
     """
-    adapters = adapters_of(load(base))
-    adapters.add("made", section)
+    named_base = with_rows_for(find_base(base), tokens)
+    adapters = adapters_of(load(named_base.folder))
+    adapters.add("made", section, token_ids=token_ids)
     adapters.train_only("made")
     perturb(adapters, "made", seed=seed, size=size)
     folder.mkdir(parents=True)
-    named_base = find_base(base)
     paths = [str(path.resolve()) for path in below]
     head = new_score_head(load(base).config.hidden_size, 1, bias=False, seed=seed, std=1.0) if scores else None
     write_adapter(
@@ -51,6 +57,7 @@ def adapter_folder(
         below=paths,
         task="sequence-classification" if scores else "causal-lm",
         head=None if head is None else head_tensors(head),
+        tokens=tokens,
     )
     return folder
 

@@ -74,10 +74,10 @@ def hugging_face(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
 
 
-def theirs(model: Any) -> Tensor:
+def theirs(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     """[T, V] of the documents of `logits`, one by one; a soft prompt's own logits are left out."""
     model.eval()
-    pieces = [TOKENS[start:end] for start, end in pairwise(DOCUMENTS)]
+    pieces = [tokens[start:end] for start, end in pairwise(DOCUMENTS)]
     with torch.no_grad():
         return torch.cat([model(input_ids=piece.unsqueeze(0)).logits[0, -len(piece) :] for piece in pieces])
 

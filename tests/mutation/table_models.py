@@ -224,6 +224,26 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- new tokens
     Mutation(
+        "assembly/combined_rows.py",
+        "tensors[token_rows.key_of(site)] = (start + change)[ids]",
+        "tensors[token_rows.key_of(site)] = change[ids]",
+        "assembly/test_combined_rows.py",
+    ),
+    Mutation(
+        "assembly/combined_rows.py",
+        "rows.put_into(start, site)",
+        "pass",
+        "assembly/test_combined_rows.py",
+        only="upon_an_adapter",
+    ),
+    Mutation(
+        "data/new_tokens.py",
+        "return extended_tokenizer(str(folder), tokens) if missing else folder",
+        "return folder",
+        "assembly/test_combined_rows.py",
+        only="tokenizer",
+    ),
+    Mutation(
         "models/decoder.py",
         "return rows.narrow(dim, 0, min(rows.shape[dim], self.config.vocab_size - start))",
         "return rows",

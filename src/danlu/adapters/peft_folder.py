@@ -10,7 +10,7 @@ same way under a peft_type of danlu's own, so that no tool mistakes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -319,6 +319,16 @@ def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str, trai
     parameters = {adapters.hf_name(own): parameter for own, parameter in adapters.base_parameters().items()}
     embedding = adapters.hf_name("embed_tokens.weight")
     base: Tensor | None = parameters.get(name, parameters[embedding] if name == "lm_head.weight" else None)
+    check_base_matrix(where, key, name, base, tensor, trained)
+
+
+def check_base_matrix(
+    where: str, key: str, name: str, base: Tensor | None, tensor: Tensor, trained: Collection[int]
+) -> None:
+    """Raises ModelError unless a matrix of the base that PEFT wrote with an adapter equals the model's own, `base`.
+
+    trained: tokens with rows that the adapter trains, and that PEFT's base may have been resized for.
+    """
     if base is not None and token_rows.is_base_of_rows(key):
         rows = [row for row in range(min(len(base), len(tensor))) if row not in trained]
         base, tensor = base[rows], tensor[rows]

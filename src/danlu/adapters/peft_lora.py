@@ -138,16 +138,11 @@ def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -
 
 
 def read_factors(reader: PeftReader) -> dict[str, Factors]:
-    """Reads the output of `peft_of_factors`, without a model: factors by module.
+    """Reads the output of `peft_of_factors`, without a model: factors by module. Rows of single tokens stay unread.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
     reader.check_supported(HARMLESS)
-    if reader.values.get("trainable_token_indices") is not None:
-        raise ModelError(
-            f"{reader.where}: trains rows of single tokens (trainable_token_indices), which is no low-rank change. "
-            "Merge it into its base (danlu merge)"
-        )
     _check_types(reader)
     power = 0.5 if reader.values.get("use_rslora") else 1.0
     factors = _read(reader)

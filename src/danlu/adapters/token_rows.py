@@ -124,7 +124,7 @@ def to_peft(
         module = modules.get(site.name)
         if isinstance(module, TokenRows) and not (tied and site.group == "head" and "embed_tokens" in modules):
             values[site.hf_name.rpartition(".")[2]] = module.token_ids.tolist()
-            tensors[f"{PREFIX}{site.hf_name}{_DELTA}"] = module.token_rows.detach()
+            tensors[key_of(site)] = module.token_rows.detach()
     return ({KEY: values} if values else {}), tensors
 
 
@@ -160,10 +160,15 @@ def from_peft(
                 raise ModelError(f"{reader.where}: {KEY} has other ids of the head than of the embedding it is tied to")
             continue
         order = torch.tensor(asked).argsort()
-        rows[site.name] = reader.tensor(f"{PREFIX}{site.hf_name}{_DELTA}", (len(asked), site.shape[1]))[order]
+        rows[site.name] = reader.tensor(key_of(site), (len(asked), site.shape[1]))[order]
     if tied and "embedding" in ids:
         ids["head"] = ids["embedding"]
     return ids, rows
+
+
+def key_of(site: Site) -> str:
+    """Returns the key of a site's rows in an adapter's file."""
+    return f"{PREFIX}{site.hf_name}{_DELTA}"
 
 
 def is_base_of_rows(key: str) -> bool:

@@ -2,7 +2,8 @@
 
 The base is read only for an adapter with a start that PEFT takes out of it (PiSSA, OLoRA). `cat` puts factors side by
 side, which is exactly the weighted sum of changes. `linear` sums the As and the Bs, as PEFT does under that name, and
-so has cross terms. The combinations of ties (arXiv:2306.01708) and dare (arXiv:2311.03099) have full rank, and the
+so has cross terms. Rows of single tokens are combined exactly by each method (see `combined_rows`), for which the
+base is read too. The combinations of ties (arXiv:2306.01708) and dare (arXiv:2311.03099) have full rank, and the
 adapter holds their largest singular directions.
 
 O, I outputs and inputs of a layer · r rank
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from danlu.adapters.adapter import in_float32
 from danlu.adapters.adapter_config import (
     CONFIG,
     ROTATED,
+    TOKENS,
     AdapterFolder,
     adapter_stack,
     init_taken_from_base,
@@ -36,7 +38,9 @@ from danlu.adapters.peft_folder import read_tensors, write_files
 from danlu.adapters.peft_lora import Factors, for_original_base, peft_of_factors, read_factors
 from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
+from danlu.assembly.combined_rows import combine_rows
 from danlu.assembly.merging import common_below, find_tokenizer
+from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
@@ -112,7 +116,8 @@ def combine(
         error_norm = float((_change(written[name]) - exact).norm())
         errors[name] = error_norm / exact_norm if exact_norm else error_norm
     values, tensors = peft_of_factors(written)
-    _write(target, folders, base, below, values, tensors | embeddings)
+    rows = combine_rows(folders, below, combination, into, written)
+    _write(target, folders, base, below, values | rows.values, tensors | embeddings | rows.tensors, rows.tokens)
     return Combined(tuple(folder.path for folder in folders), errors)
 
 
@@ -182,6 +187,7 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
     factors, tensors = read_factors(reader), dict(reader.tensors)
     if folder.values.get("use_dora") or any(part.magnitude is not None for part in factors.values()):
         raise ModelError(f"{where}: is DoRA, and its change is not the product of two factors. Merge it into its base")
+    tensors = {key: tensor for key, tensor in tensors.items() if ".token_adapter." not in key}
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         if not torch.equal(embeddings.setdefault(key, tensors[key]), tensors.pop(key)):
             raise ModelError(f"{where}: {key} is not that of the others: they are adapters of different models")
@@ -231,6 +237,7 @@ def _write(
     below: Sequence[AdapterFolder],
     values: dict[str, Any],
     tensors: Mapping[str, Tensor],
+    tokens: Sequence[AddedToken],
 ) -> None:
     first = folders[0]
     narrowed = any(folder.values.get(key) for folder in folders for key in ("layers_to_transform", "exclude_modules"))
@@ -252,8 +259,9 @@ def _write(
         "below": [str(folder.path.resolve()) for folder in below],
         "made_from": [str(folder.path.resolve()) for folder in folders],
         ROTATED: first.rotation_folder is not None,
+        TOKENS: [asdict(token) for token in tokens],
     }
-    tokenizer_folder = find_tokenizer([folder.path for folder in folders])
+    tokenizer_folder = find_tokenizer([folder.path for folder in folders], tokens)
     with replace_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), own_file=CONFIG) as fresh:
         write_files(fresh, config, own, tensors)
         if tokenizer_folder is not None:

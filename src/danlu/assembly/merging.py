@@ -19,8 +19,10 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base, check_same_rotation, config_with_adapters
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.score_head import required_score_head
+from danlu.core.added_token import AddedToken
 from danlu.core.errors import DataError, ModelError
 from danlu.core.output_folder import refuse_existing
+from danlu.data.new_tokens import tokenizer_with
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_export import end_of_turn_ids, padding_token
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
@@ -108,7 +110,9 @@ def merge(
     written = torch.float32 if written == torch.float64 else written
     rounding = RelativeErrors()
     config = adapted.model.config
-    tokenizer = find_tokenizer([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder])
+    tokenizer = find_tokenizer(
+        [*(folder.path for stack in stacks for folder in reversed(stack)), base.folder], base.tokens
+    )
     save(
         adapted.model,
         target,
@@ -141,13 +145,17 @@ def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolde
     return list(stacks[0][:-1])
 
 
-def find_tokenizer(folders: Sequence[Path]) -> Path | None:
-    """The first of the folders that has a tokenizer; None if none has."""
+def find_tokenizer(folders: Sequence[Path], tokens: Sequence[AddedToken] = ()) -> Path | None:
+    """The tokenizer of the first of the folders that has one, with these new tokens; None if none has.
+
+    Raises DataError as `new_tokens.tokenizer_with` does.
+    """
     for folder in folders:
         try:
-            return fast_tokenizer_folder(str(folder))
+            found = fast_tokenizer_folder(str(folder))
         except DataError:
             continue
+        return tokenizer_with(found, tokens)
     return None
 
 

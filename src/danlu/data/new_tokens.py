@@ -67,6 +67,20 @@ def extended_tokenizer(path: str, tokens: Sequence[AddedToken]) -> Path:
     return write_fast_tokenizer(fast_tokenizer_folder(path), folder, tokenizer.fast, specials)
 
 
+def tokenizer_with(folder: Path, tokens: Sequence[AddedToken]) -> Path:
+    """Returns a tokenizer's folder itself where it has these tokens, else one of the cache with all of them.
+
+    Raises DataError as `extended_tokenizer` does.
+    """
+    if not tokens:
+        return folder
+    from danlu.data.tokenizer import load_tokenizer
+
+    vocabulary = load_tokenizer(str(folder)).vocabulary
+    missing = [token for token in tokens if vocabulary.get(token.text) != token.id]
+    return extended_tokenizer(str(folder), tokens) if missing else folder
+
+
 def _digest(text: str) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
