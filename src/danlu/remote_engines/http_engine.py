@@ -284,10 +284,8 @@ class HTTPEngine(StepwiseEngine):
 
     @contextmanager
     def _controlling(self) -> Iterator[None]:
-        """Within the block servers are controlled, which nothing repeats for one that goes away meanwhile.
-
-        Raises ConnectionLost for the only one, with what to do.
-        """
+        """Controls servers within the block. Raises ConnectionLost with what to do where the only one goes away: nothing
+        is repeated."""
         try:
             yield
         except ConnectionLost as lost:
