@@ -30,9 +30,10 @@ from danlu.core.layer_types import Site
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config
 from danlu.models.hf_folder import read_tensors as stored_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, config_sites, hf_name, own_name
+from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, own_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
+from danlu.models.sites import config_sites
 
 
 @dataclass(frozen=True)

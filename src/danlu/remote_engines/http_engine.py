@@ -284,8 +284,7 @@ class HTTPEngine(StepwiseEngine):
 
     @contextmanager
     def _controlling(self) -> Iterator[None]:
-        """Controls servers within the block. Raises ConnectionLost with what to do where the only one goes away: nothing
-        is repeated."""
+        """Controls servers within the block. Raises ConnectionLost, with what to do, where the only one goes away."""
         try:
             yield
         except ConnectionLost as lost:
