@@ -33,7 +33,7 @@ from danlu.models.hf_folder import read_tensors as stored_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, own_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
-from danlu.models.sites import config_sites
+from danlu.models.sites import sites_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def combine_rows(
         return CombinedRows()
     base = base_of(folders, into, "--into", below)
     config = read_config(base.folder)
-    sites = [site for site in config_sites(config) if site.group in ROW_GROUPS]
+    sites = [site for site in sites_of(config) if site.group in ROW_GROUPS]
     own = [_Rows(folder, sites, tied=not config.has_own_head) for folder in folders]
     lower = [_Rows(folder, sites, tied=not config.has_own_head) for folder in below]
     values: dict[str, list[int]] = {}
@@ -134,7 +134,7 @@ def _stored_matrix(folder: Path, config: ModelConfig, site: Site) -> Tensor:
     stored = {own_name(name, config): name for name in stored_tensors(folder)}
     # Some tools keep a tied matrix as the head.
     names = [hf_name(each, config) for each in ((HEAD,) if site.group == "head" else (EMBEDDING, HEAD))]
-    found = next((stored[name] for name in names if name in stored), None)
-    if found is None:
+    name = next((stored[name] for name in names if name in stored), None)
+    if name is None:
         raise ModelError(f"{folder}: holds no {names[0]}, of which adapters train rows")
-    return in_float32(read_tensor(folder, found)).clone()
+    return in_float32(read_tensor(folder, name)).clone()

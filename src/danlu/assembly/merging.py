@@ -152,10 +152,10 @@ def find_tokenizer(folders: Sequence[Path], tokens: Sequence[AddedToken] = ()) -
     """
     for folder in folders:
         try:
-            found = fast_tokenizer_folder(str(folder))
+            tokenizer_folder = fast_tokenizer_folder(str(folder))
         except DataError:
             continue
-        return tokenizer_with(found, tokens)
+        return tokenizer_with(tokenizer_folder, tokens)
     return None
 
 
