@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +52,20 @@ def test_one_adapter(tiny_world: World, tmp_path: Path, folders: list[Path], sai
     assert (out / "tokenizer.json").read_bytes() == (tiny_world.tokenizer / "tokenizer.json").read_bytes()
     assert "is there already. Choose an empty or new folder" in said(folders[0], out, code=6)
     assert danlu("generate", out, "--prompt", "Hi", "--max-new-tokens", 2) == 0
+
+
+def test_a_chat_is_suggested_only_where_there_is_a_template(
+    tiny_world: World, tmp_path: Path, folders: list[Path]
+) -> None:
+    for made in (tiny_world.base, folders[0]):
+        assert f"`danlu chat {made}`" in suggested_commands(made)
+        copy = shutil.copytree(made, tmp_path / made.name)
+        for file in tiny_world.tokenizer.iterdir():
+            shutil.copy(file, copy)
+        assert f"`danlu chat {copy}`" in suggested_commands(copy)
+        (copy / "chat_template.jinja").unlink()
+        told = suggested_commands(copy)
+        assert f"`danlu generate {copy} --prompt ...`" in told and "danlu chat" not in told
 
 
 def test_a_reward_model_is_to_be_evaluated(tiny_world: World, tmp_path: Path, said: Callable[..., str]) -> None:

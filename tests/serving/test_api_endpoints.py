@@ -286,7 +286,7 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI
 
 def test_tools_that_the_template_does_not_show_are_refused(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    with pytest.raises(openai.BadRequestError, match="the chat template of tiny shows the model no tools"):
+    with pytest.raises(openai.BadRequestError, match="tiny shows the model no tools.*--chat-template"):
         client.chat.completions.create(model="tiny", messages=HELLO, tools=tools, **GREEDY)
     plain = client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY).choices[0].message.content
     answer = client.chat.completions.create(model="tiny", messages=HELLO, tools=tools, tool_choice="none", **GREEDY)

@@ -21,6 +21,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.machine import total_memory_bytes, usable_cores
 from danlu.core.run_files import CHECKPOINTS, RunLock
 from danlu.core.terminal import print_status, print_status_early
+from danlu.core.tokenizer_files import lacks_chat_template
 from danlu.models.hf_folder import LENET, model_type, read_config
 from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
@@ -272,13 +273,15 @@ def suggested_commands(folder: Path) -> str:
     """Commands for a result, a model's or an adapter's folder, and the parts of it that other programs do not see."""
     if is_adapter(folder):
         adapter = read_adapter_config(folder)
-        use = f"chat {folder}" if adapter.task == "causal-lm" else f"eval {folder} --data FILE"
+        talk = f"generate {folder} --prompt ..." if lacks_chat_template(folder) else f"chat {folder}"
+        use = talk if adapter.task == "causal-lm" else f"eval {folder} --data FILE"
         return f"try `danlu {use}` or `danlu merge {folder} MODEL_FOLDER`{_unseen_below(adapter)}"
     if model_type(folder) == LENET:
         return f"try `danlu eval {folder} --data FOLDER_OF_IMAGES`"
     if read_config(folder).task != "causal-lm":
         return f"try `danlu eval {folder} --data FILE`"
-    return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
+    talk = "" if lacks_chat_template(folder) else f" or `danlu chat {folder}`"
+    return f"try `danlu generate {folder} --prompt ...`{talk}"
 
 
 def _unseen_below(adapter: AdapterFolder) -> str:

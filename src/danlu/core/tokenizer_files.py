@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 VOCABULARY_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -30,3 +32,13 @@ TOKENIZER_FILES = (
     f"{NAMED_TEMPLATES}/*.jinja",
 )
 """Everything that a tokenizer may be read from, as patterns relative to its folder (transformers 5.23)."""
+
+
+def lacks_chat_template(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, and no chat template for it. The files are searched, no library is loaded."""
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return False
+    files = ("chat_template.jinja", "chat_template.json", f"{NAMED_TEMPLATES}/*.jinja")
+    config = folder / "tokenizer_config.json"
+    named = config.is_file() and b'"chat_template"' in config.read_bytes()
+    return not named and not any(file.is_file() for pattern in files for file in folder.glob(pattern))

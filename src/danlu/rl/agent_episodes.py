@@ -229,7 +229,11 @@ class AgentEpisodes:
         Raises ApiError for a request that the chat template refuses, and where the conversation has no room left.
         """
         if http.tools and not self.renderer.tokenizer.template(tools=True).takes_tools:
-            raise ApiError("tools: the chat template shows the policy no tools; leave them out", param="tools")
+            raise ApiError(
+                "tools: the chat template shows the policy no tools; leave them out, or train with one that does "
+                "(`model.chat_template`, `danlu recipes templates`)",
+                param="tools",
+            )
         try:
             question = episode.conversations.ask(http.messages, http.tools)
         except DataError as error:

@@ -236,7 +236,9 @@ class Api:
         self._check_size(model, characters([turns, list(tools)]), "messages")
         if tools and not template_process().takes_tools(chat_tokenizer.tokenizer.template(tools=True)):
             raise ApiError(
-                f"tools: the chat template of {model.name} shows the model no tools; leave them out", param="tools"
+                f"tools: the chat template of {model.name} shows the model no tools; leave them out, or start the "
+                "server with one that does (`--chat-template`, `danlu recipes templates`)",
+                param="tools",
             )
         text = chat_tokenizer.render_chat(turns, tools, body.chat_template_kwargs, begins_turn=body.begins_turn)
         if body.continue_final_message:
