@@ -14,6 +14,7 @@ from builders.tiny_world import tiny_world
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tool_calls import ReadCalls
 from danlu.inference.request import Completion, Request, SamplingOptions
+from danlu.serving import agent_endpoint
 from danlu.serving.agent_endpoint import AgentEndpoint, call_id, check_trained_as_drawn
 from danlu.serving.openai_answers import chat_message
 from danlu.serving.openai_api import ApiError, ChatBody
@@ -94,6 +95,24 @@ def test_calls_are_apart_from_the_text_where_there_are_tools(endpoint, client):
     assert without.choices[0].message.content == CALL and not without.choices[0].message.tool_calls
     broken = "<tool_call>{</tool_call>"
     assert chat_message(broken, ReadCalls(), str)["content"] == broken
+
+
+def test_thoughts_of_gpt_oss_are_apart_and_what_was_drawn_is_the_same(endpoint, client, monkeypatch):
+    thought, text = "<|channel|>analysis<|message|>A door?<|end|>", "<|start|>assistant<|channel|>final<|message|>No."
+    raw, _, turn = answered(endpoint, client, thought + text, messages=HELLO, extra_body={"return_token_ids": True})
+    assert turn == {"role": "assistant", "content": thought + text}, "other templates have it as it is"
+    monkeypatch.setattr(agent_endpoint, "ANALYSIS", endpoint._tokenizer.template().source[:9])
+    answer, _, turn = answered(endpoint, client, thought + text, messages=HELLO, extra_body={"return_token_ids": True})
+    message = answer.choices[0].message
+    assert (message.content, message.model_extra["reasoning"]) == ("No.", "A door?") and turn["thinking"] == "A door?"
+    assert answer.choices[0].model_extra["token_ids"] == raw.choices[0].model_extra["token_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        chunks = pool.submit(lambda: list(client.chat.completions.create(model="policy", messages=HELLO, stream=True)))
+        completion = Completion(9, 0, [1], [0.0], [0.0], None, [0], thought + text, "stop")
+        endpoint.answer(taken(endpoint), Request(9, (1, 2, 3)), completion)
+    deltas = [chunk.choices[0].delta for chunk in chunks.result(60)]
+    assert [delta.content for delta in deltas if delta.content] == ["No."]
+    assert [delta.model_extra["reasoning"] for delta in deltas if delta.model_extra] == ["A door?"]
 
 
 def test_who_has_no_episode_is_refused(endpoint, client):

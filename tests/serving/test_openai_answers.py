@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from builders.chat_tokenizers import tokenizer_and_oracle
 
+from danlu.data.harmony_thoughts import HarmonyReader
 from danlu.data.tool_calls import ReadCalls
 from danlu.inference.request import Completion, Finish, NewToken, Request
 from danlu.serving.openai_answers import ChatWriter
@@ -17,9 +18,9 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 7}}\n</tool_call>'
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def writer(read_calls: ReadCalls | None) -> ChatWriter:
+def writer(read_calls: ReadCalls | None, thoughts: Any = None) -> ChatWriter:
     body = ChatBody.model_validate({"messages": HELLO, "tools": TOOLS})
-    return ChatWriter(body, "tiny", [Request(0, (1, 2))], tokenizer_and_oracle("chatml")[0], read_calls)
+    return ChatWriter(body, "tiny", [Request(0, (1, 2))], tokenizer_and_oracle("chatml")[0], read_calls, thoughts)
 
 
 def completion(text: str, finish: Finish = "stop") -> Completion:
@@ -65,3 +66,25 @@ def test_what_is_no_call_is_text(text: str) -> None:
 def test_an_answer_that_was_cut_says_so() -> None:
     reading = ReadCalls("hermes", False, tuple(TOOLS))
     assert streamed(CALL + CALL[:20], 3, reading, "length")[2] == "length"
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+    '<|constrain|>json<|message|>{"at": 7}'
+)
+
+
+def test_a_thought_of_gpt_oss_is_there_with_its_call() -> None:
+    (whole,) = writer(ReadCalls("gpt-oss", False), HarmonyReader).whole([completion(HARMONY)])["choices"]
+    message = whole["message"]
+    assert (message["reasoning"], message["content"], whole["finish_reason"]) == ("I look.", None, "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 7}'}
+    answers = writer(ReadCalls("gpt-oss", False), HarmonyReader)
+    chunks = [answers.chunk(NewToken(0, 0, 0, letter, 0.0, ())) for letter in HARMONY]
+    chunks.append(answers.closing(completion(HARMONY)))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "I look."
+    assert [call["function"] for delta in deltas for call in delta.get("tool_calls", ())] == [
+        message["tool_calls"][0]["function"]
+    ]
+    assert not any(delta.get("content") for delta in deltas)

@@ -302,6 +302,17 @@ def test_messages_become_turns() -> None:
     ]
 
 
+def test_a_thought_has_the_names_of_all_templates() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        message = {"role": "assistant", "content": "", name: "So"}
+        turn = chat(messages=[message]).messages[0].turn
+        assert turn["reasoning_content"] == turn["thinking"] == "So"
+        turn = chat(messages=[{**message, "content": "a", "tool_calls": [call]}]).messages[0].turn
+        assert turn["reasoning_content"] == "So" and ("thinking" in turn) == (name == "thinking")
+    assert chat(messages=[{"role": "assistant", "content": "a"}]).messages[0].turn.keys() == {"role", "content"}
+
+
 def test_arguments_of_tool_calls_have_to_be_json() -> None:
     call = {"function": {"name": "look", "arguments": "{"}}
     with pytest.raises(ApiError, match="arguments of a tool call are no JSON"):

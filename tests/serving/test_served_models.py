@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from builders.chat_templates import CHATML, QWEN3
+from builders.chat_tokenizers import make_tokenizer
 
-from danlu.serving.served_models import base_name
+from danlu.data.harmony_thoughts import HarmonyReader
+from danlu.data.thoughts import ThoughtReader
+from danlu.data.tokenizer import load_tokenizer
+from danlu.serving.served_models import _thought_reader, base_name
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,12 @@ def test_the_name_of_a_base(tmp_path: Path, path: str, adapters: Sequence[str], 
     (tmp_path / "runs" / "sft").mkdir(parents=True, exist_ok=True)
     (tmp_path / "runs" / "sft" / "recipe.yaml").touch()
     assert base_name(folder, adapters) == name
+
+
+def test_thoughts_are_read_by_the_marks_of_the_template(tmp_path: Path) -> None:
+    harmony = CHATML + "{{- '<|channel|>analysis<|message|>' if false }}"
+    for number, (template, kind) in enumerate(
+        ((QWEN3, ThoughtReader), (harmony, HarmonyReader), (CHATML, None), (None, None), ("{% if %}", None))
+    ):
+        tokenizer = load_tokenizer(str(make_tokenizer(tmp_path / str(number), template)))
+        assert _thought_reader(tokenizer) is kind

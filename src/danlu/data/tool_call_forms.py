@@ -506,19 +506,19 @@ def read_deepseek(text: str, at: int, ended: bool, properties: Properties) -> tu
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------
 
 HARMONY_MARKS = ("<|start|>assistant", "<|channel|>")
-_MESSAGE = "<|message|>"
-_MESSAGE_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
-_RECIPIENT = re.compile(r"\bto=([\w.:-]+)")
-_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+HARMONY_MESSAGE = "<|message|>"
+HARMONY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
+HARMONY_RECIPIENT = re.compile(r"\bto=([\w.:-]+)")
+HARMONY_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
 def read_harmony(text: str, at: int, ended: bool, properties: Properties) -> tuple[Parts, int]:
     """A message of the harmony format: one to `functions.NAME` is a call, one of the channel analysis a thought."""
-    head = _find(text, _MESSAGE, at, ended)
-    header, begin = text[at:head], min(len(text), head + len(_MESSAGE))
-    recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+    head = _find(text, HARMONY_MESSAGE, at, ended)
+    header, begin = text[at:head], min(len(text), head + len(HARMONY_MESSAGE))
+    recipient, channel = HARMONY_RECIPIENT.search(header), HARMONY_CHANNEL.search(header)
     if recipient is None:
-        end = _MESSAGE_END.search(text, begin)
+        end = HARMONY_END.search(text, begin)
         if end is None and not ended:
             raise Incomplete
         stop = end.start() if end else len(text)
@@ -532,7 +532,7 @@ def read_harmony(text: str, at: int, ended: bool, properties: Properties) -> tup
         stop = begin
     else:
         call = _named(name, value)
-    end = _MESSAGE_END.search(text, stop)
+    end = HARMONY_END.search(text, stop)
     if end is None and not ended:
         raise Incomplete
     return [call], end.end() if end else len(text)

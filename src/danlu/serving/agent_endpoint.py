@@ -27,6 +27,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from danlu.core.errors import ResourceError
+from danlu.data.harmony_thoughts import ANALYSIS, HarmonyReader
+from danlu.data.thoughts import Said
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_calls import ReadCalls
 from danlu.inference import request as engine_request
@@ -35,7 +37,7 @@ from danlu.rewards.environments.agents import POLICY
 from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.serving.api_endpoints import CLIENT_GONE, build_app, read_request, unless_gone
 from danlu.serving.event_stream import EventStream, event_text
-from danlu.serving.openai_answers import ChatWriter, chat_message
+from danlu.serving.openai_answers import ChatWriter, chat_message, last_said, reasoning_of
 from danlu.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.serving.openai_api import Message as BodyMessage
 from danlu.serving.server import bind, url_of
@@ -144,7 +146,11 @@ class AgentEndpoint:
         """Sends an answer, where its agent still waits. Returns the message as chat templates would see it."""
         # Not of the clock or of chance: templates may show the names of calls.
         name = f"{asked.random_number}/{asked.draw_sample}/{len(asked.prompt)}"
-        message = chat_message(completion.text, self._read_calls(request.tools), partial(call_id, name))
+        said = Said("", completion.text)
+        if self._tokenizer.has_template and ANALYSIS in self._tokenizer.template(tools=True).source:
+            said = last_said(HarmonyReader(), completion.text)  # its template refuses a thought in the content
+        message = chat_message(said.content, self._read_calls(request.tools), partial(call_id, name))
+        message |= reasoning_of(said)
         self._finish(request, (asked, completion, message))
         return BodyMessage.model_validate(message).turn
 
@@ -321,10 +327,12 @@ async def _events(writer: ChatWriter, body: ChatBody, completion: Completion, me
         yield event_text(opening)
     closing = writer.closing(completion)
     (choice,) = closing["choices"]
-    if "tool_calls" in message:
-        calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
-        content = {"content": message["content"]} if message["content"] else {}
-        choice |= {"delta": {**content, "tool_calls": calls}, "finish_reason": "tool_calls"}
+    if "tool_calls" in message or "reasoning" in message:
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+        choice["delta"] = {name: value for name, value in message.items() if name != "role" and value} | (
+            {"tool_calls": calls} if calls else {}
+        )
+        choice["finish_reason"] = "tool_calls" if calls else choice["finish_reason"]
     if body.return_token_ids:
         choice["token_ids"] = completion.tokens
     yield event_text(closing)

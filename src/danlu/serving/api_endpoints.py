@@ -22,7 +22,7 @@ from danlu.core.errors import DanluError
 from danlu.data.prompt_encoding import encode_utf8, up_to_content
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
-from danlu.data.thoughts import ThoughtReader, opened_thought
+from danlu.data.thoughts import opened_thought
 from danlu.inference import request as engine_request
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.stopping import Decode
@@ -145,8 +145,8 @@ class Api:
         if read_calls is not None and body.forced_tools:
             read_calls = replace(read_calls, form=forced_form(read_calls.form))
         thoughts = None
-        if model.reads_thoughts:
-            thoughts = partial(ThoughtReader, prompt.opened)
+        if model.thought_reader is not None:
+            thoughts = partial(model.thought_reader, prompt.opened)
             read_calls = read_calls and replace(read_calls, in_thought=False)
         writer = kind(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls, thoughts)
         return await self._answer(request, call_of(requests, body, model), body, writer)

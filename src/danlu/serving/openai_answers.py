@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from danlu.core.types import ToolCall
+from danlu.data.harmony_thoughts import HarmonyReader
 from danlu.data.thoughts import Said, ThoughtReader
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_call_forms import Call
@@ -222,6 +223,16 @@ def _without_tokens(completion: Completion) -> Completion:
     return replace(completion, **nothing, top=None, text="", finish="length")
 
 
+def last_said(reader: ThoughtReader | HarmonyReader, text: str) -> Said:
+    """The rest of an answer, thought and text, with its last text; all of it where the reader has read none."""
+    return Said(*map("".join, zip(reader.feed(text), reader.finish(), strict=True)))
+
+
+def reasoning_of(said: Said) -> dict[str, str]:
+    """Text of a thought: under vLLM's name, and under the one of DeepSeek's API, which was vLLM's too."""
+    return {"reasoning": said.reasoning, "reasoning_content": said.reasoning} if said.reasoning else {}
+
+
 def chat_message(
     text: str, read_calls: ReadCalls | None, call_id: Callable[[int], str], *, several: bool = True
 ) -> dict[str, Any]:
@@ -328,14 +339,14 @@ class ChatWriter(AnswerWriter):
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         read_calls: ReadCalls | None = None,
-        thoughts: Callable[[], ThoughtReader] | None = None,
+        thoughts: Callable[[], ThoughtReader | HarmonyReader] | None = None,
     ) -> None:
         """read_calls: reads the calls of tools in answers, which then stand apart from the text; None without tools.
         thoughts: makes the reader of an answer's thought, which then stands apart too; None where it does not."""
         super().__init__(body, model, requests, tokenizer)
         self._read_calls, self._thoughts = read_calls, thoughts
         self._several_calls, self._shows_thoughts = body.may_call_several, body.include_reasoning
-        self._thought_readers: dict[int, ThoughtReader] = {}  # of each choice of a stream
+        self._thought_readers: dict[int, ThoughtReader | HarmonyReader] = {}  # of each choice of a stream
         self._readers: dict[int, AnswerReader] = {}  # of each choice of a stream
         self._calls: Counter[int] = Counter()  # of each choice
 
@@ -359,8 +370,7 @@ class ChatWriter(AnswerWriter):
         choice = super()._choice(completion)
         said = Said("", completion.text)
         if self._thoughts is not None:
-            reader = self._thoughts()
-            said = Said(*map("".join, zip(reader.feed(completion.text), reader.finish(), strict=True)))
+            said = last_said(self._thoughts(), completion.text)
         message = chat_message(
             said.content, self._read_calls, lambda index: uuid4().hex[:9], several=self._several_calls
         )
@@ -372,10 +382,7 @@ class ChatWriter(AnswerWriter):
         return choice
 
     def _reasoning(self, said: Said) -> dict[str, Any]:
-        """New text of a thought: under vLLM's name, and under the one of DeepSeek's API, which was vLLM's too."""
-        if not (said.reasoning and self._shows_thoughts):
-            return {}
-        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+        return reasoning_of(said) if self._shows_thoughts else {}
 
     def _delta(self, index: int, text: str) -> dict[str, Any]:
         if self._thoughts is None:
@@ -387,7 +394,7 @@ class ChatWriter(AnswerWriter):
         said = Said("", text)
         if self._thoughts is not None:
             reader = self._thought_readers.setdefault(index, self._thoughts())
-            said = Said(*map("".join, zip(reader.feed(text), reader.finish(), strict=True)))
+            said = last_said(reader, text)
         return {"delta": self._reasoning(said) | self._delta_of_content(index, said.content, is_last=True)}
 
     def _delta_of_content(self, index: int, text: str, *, is_last: bool = False) -> dict[str, Any]:

@@ -339,7 +339,9 @@ class Message(BaseModel):
         """
         turn = {name: value for name, value in self.model_dump().items() if value is not None}
         thought = next((turn[name] for name in _THOUGHT_NAMES if isinstance(turn.get(name), str)), "")
-        turn |= {"reasoning_content": thought, "thinking": thought} if thought else {}
+        turn |= {"reasoning_content": thought} if thought else {}
+        if thought and not (self.tool_calls and self.content):  # both, with calls, gpt-oss's template refuses
+            turn["thinking"] = thought
         turn["tool_calls"] = [_with_parsed_arguments(call) for call in self.tool_calls or ()]
         return turn if turn["tool_calls"] else {name: turn[name] for name in turn if name != "tool_calls"}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError, RecipeError
-from danlu.data.thoughts import THOUGHTS
+from danlu.data.harmony_thoughts import ANALYSIS, HarmonyReader
+from danlu.data.thoughts import THOUGHTS, ThoughtReader
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_calls import ReadCalls, unknown_form_line
 from danlu.inference.chat_tokenizer import ChatTokenizer
@@ -39,8 +40,8 @@ class ServedModel:
     """Sampling options where a request has none, by generation_config.json."""
     grammars: Grammars | None = None
     """Compile the grammars of requests for its tokens."""
-    reads_thoughts: bool = False
-    """Whether the thought at the beginning of its answers in chats stands apart from their text."""
+    thought_reader: type[ThoughtReader] | type[HarmonyReader] | None = None
+    """Reads the thoughts of its answers in chats apart from their text; None where they have none, or stay in it."""
     read_calls: ReadCalls = field(default_factory=ReadCalls)
     """The parser of tool calls in its answers, without the tools."""
     notes: tuple[str, ...] = ()
@@ -151,20 +152,22 @@ def served_model(
         virtual_tokens=virtual_tokens,
         advised=next(filter(None, map(sampling_defaults, folders)), {}),
         grammars=Grammars(tokenizer, config.vocab_size, stop_ids),
-        reads_thoughts=reasoning and writes_thoughts(tokenizer),
+        thought_reader=_thought_reader(tokenizer) if reasoning else None,
         **_calls(tokenizer),
     )
 
 
-def writes_thoughts(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template of a model knows the marks of thoughts."""
+def _thought_reader(tokenizer: Tokenizer) -> type[ThoughtReader] | type[HarmonyReader] | None:
+    """The reader of thoughts by the marks that the chat template of a model knows; None where it knows none."""
     if not tokenizer.has_template:
-        return False
+        return None
     try:
         source = tokenizer.template().source
     except DataError:  # one that does not compile: requests to chat are refused
-        return False
-    return any(mark in source for mark in THOUGHTS.values())
+        return None
+    if any(mark in source for mark in THOUGHTS.values()):
+        return ThoughtReader
+    return HarmonyReader if ANALYSIS in source else None
 
 
 def _calls(tokenizer: Tokenizer) -> dict[str, Any]:
