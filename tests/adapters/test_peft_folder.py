@@ -64,6 +64,9 @@ CASES: list[tuple[str, Any]] = [
     ("glm4-moe", sections.Lora(rank=3, rank_pattern={"shared_experts.up_proj": 2}, alpha_pattern={"0.mlp.up_proj": 7})),
     ("glm4-moe", sections.Lora(targets=["all-linear", "experts"], rank=2, dropout=0.0)),
     ("granite-4", sections.Lora(targets=["all-linear", "experts"], rank=2)),  # in a module of another name
+    # A head with a bias, which is trained with the whole head, and adapted beside its bias.
+    ("phimoe", sections.Lora(targets=["attention", "experts"], rank=2, modules_to_save=["lm_head"])),
+    ("phimoe", sections.Lora(targets=["q_proj", "lm_head"], rank=2, bias="adapted")),
 ]
 
 
@@ -140,6 +143,8 @@ PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("glm4-moe", {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.up_proj.weight"], "r": 2}),
     ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "r": 3}),
     ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba"], "use_dora": True, "r": 3}),
+    ("phimoe", {"target_modules": ["q_proj", "lm_head"], "bias": "lora_only"}),
+    ("phimoe", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]}),
     ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),

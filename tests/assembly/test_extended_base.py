@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MODELS", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+BIASED = {"model_type": "phimoe", "num_local_experts": 3, "lm_head_bias": True}
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {}, BIASED], ids=["tied", "untied", "biased"])
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 8_000])
-def test_rows_start_at_means_and_the_rest_stays(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
-    save(tiny_model(tie_word_embeddings=tied), tmp_path / "base", shard_bytes=shard_bytes)
+def test_rows_start_at_means_and_the_rest_stays(tmp_path: Path, changes: dict[str, Any], shard_bytes: int) -> None:
+    model = tiny_model(**changes)
+    if model.config.head_bias:
+        model.head_parameters()[1].data.normal_(generator=torch.Generator().manual_seed(1))
+    save(model, tmp_path / "base", shard_bytes=shard_bytes)
     base = find_base(tmp_path / "base")
     wide = extended_base(base, TOKENS)
     assert (wide.named, wide.fingerprint, wide.tokens) == (base.named, base.fingerprint, tuple(TOKENS))
@@ -42,14 +49,14 @@ def test_rows_start_at_means_and_the_rest_stays(tmp_path: Path, tied: bool, shar
     own, extended = load(base.folder), load(wide.folder)
     for name, parameter in own.named_parameters():
         rows = extended.get_parameter(name)
-        if name not in ("embed_tokens.weight", "lm_head.weight"):
+        if name not in ("embed_tokens.weight", "lm_head.weight", "lm_head.bias"):
             assert torch.equal(rows, parameter)
             continue
         assert torch.equal(rows[:64], parameter)
         assert torch.allclose(rows[64], parameter.mean(0), atol=1e-7)
         assert torch.allclose(rows[65], (parameter[3] + parameter[5]) / 2, atol=1e-7)
-        assert torch.equal(rows[66:], rows[64].expand(6, -1))
-    assert (extended.lm_head is None) == tied
+        assert torch.equal(rows[66:], rows[64].expand(6, *rows.shape[1:]))
+    assert (extended.lm_head is None) == ("tie_word_embeddings" in changes)
     assert torch.equal(logits(extended, TEXT)[:, :64], logits(own, TEXT))
     theirs = AutoModelForCausalLM.from_pretrained(wide.folder)
     assert torch.equal(theirs.get_input_embeddings().weight, extended.embed_tokens.weight)

@@ -32,6 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 3,
+        "intermediate_size": 24,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "granite-4": {
         "model_type": "granitemoehybrid",
         "layer_types": ["attention", "attention"],

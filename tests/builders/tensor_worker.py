@@ -94,6 +94,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT},
     "mfa": {"model_type": "mfa", "head_dim": 16, "query_norm": True},
     "mfa, key reuse": {"model_type": "mfa", "head_dim": 16, "query_rank": 20, "key_reuse": True},
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 3,
+        "intermediate_size": 24,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "olmo2, multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "pad_token_id": 0},
 }
 
@@ -198,7 +205,7 @@ def run_pass(one: Side, case: Case) -> Pass:
 def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> TargetLosses:
     vocab_shard = model.vocab_shard
     return linear_cross_entropy(
-        hidden,
+        model.head_input(hidden),
         model.head_weight,
         targets,
         torch.linspace(0.5, 2.0, len(targets), dtype=torch.float64),

@@ -263,6 +263,24 @@ CASES |= {
 CASES |= {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "intermediate_size": 24, "sliding_window": None},
     "mixtral-windows": {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 6, "rope_theta": 1e4},
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 5,
+        "intermediate_size": 24,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.4,
+        "input_jitter_noise": 0.1,
+        "rope_scaling": {
+            **LONGROPE,
+            "original_max_position_embeddings": 48,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 5.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.3,
+        },
+    },
+    "phimoe-plain": {"model_type": "phimoe", "num_local_experts": 3, "intermediate_size": 24, "sliding_window": 6},
     "qwen2-moe": {
         "model_type": "qwen2_moe",
         "num_experts": 6,

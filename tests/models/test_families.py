@@ -221,6 +221,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("granite-4", {"position_embedding_type": None}),
     ("granite-4-experts", {"position_embedding_type": "rope"}),
     ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0}}),
+    ("phimoe", {"router_jitter_noise": 0.1}),
+    ("phimoe", {"rms_norm_eps": 1e-1}),
+    ("phimoe-plain", {"sliding_window": None}),
     ("seed-oss", {"rope_theta": 10000.0}),
 ]
 
@@ -380,6 +383,28 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan", {"use_cla": True}, "use_cla: keys and values that layers share are not supported"),
     ("hunyuan", {"use_qk_norm": False}, "use_qk_norm: transformers norms queries and keys of this family all the sam"),
     ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling: alpha -1 must be above 0"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: transformers gives a token 2 experts in this family"),
+    ("phimoe", {"tie_word_embeddings": True}, "lm_head_bias: the bias of a head that is tied to the embedding is not"),
+    ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise: -0.1 is no share: expected 0 or more, and less"),
+    ("phimoe", {"input_jitter_noise": 1}, "input_jitter_noise: 1 is no share"),
+    (
+        "phimoe",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}},
+        "longrope: long_mscale is missing; short_mscale is missing",
+    ),
+    (
+        "phi3-longrope",
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+                "short_mscale": 1.0,
+                "long_mscale": 1.0,
+            }
+        },
+        "longrope: unknown settings: long_mscale, short_mscale",
+    ),
     ("llama-dynamic", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "unknown settings: alpha"),
 ]
 

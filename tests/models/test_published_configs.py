@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def their_rotation(model: Any, layer_type: str | None, positions: torch.Tensor) 
     """cos and sin of each rotated pair, [T, R / 2], of the model's own rotary module built anew on the CPU."""
     meta = language_part(model).rotary_emb
     rotary = type(meta)(copy.deepcopy(meta.config))
+    if rotary.config.model_type == "phimoe":  # transformers 5.23 forgets the length here, and keeps the short factors
+        rotary.rope_init_fn = partial(rotary.rope_init_fn, seq_len=int(positions.max()) + 1)
     arguments = [layer_type] if "layer_type" in inspect.signature(rotary.forward).parameters else []
     rotated = rotary(torch.zeros(1), positions[None], *arguments)
     if isinstance(rotated, torch.Tensor):  # complex
@@ -310,6 +313,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("exaone-4.0-32b", {"sliding_window_pattern": 3}),
     ("hunyuan-7b", {"rope_scaling": {"alpha": 100, "factor": 1, "type": "dynamic"}}),
     ("mimo-7b", {"rope_theta": 10000.0}),
+    ("phi-3.5-moe", {"lm_head_bias": False}),
     ("seed-oss-36b", {"attention_out_bias": True}),
 ]
 

@@ -40,6 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite-4": {**_GRANITE_4, "num_local_experts": 0},
     "granite-4-experts": {**_GRANITE_4, **_EXPERTS},
     "hunyuan": {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
+    "phimoe": {
+        "model_type": "phimoe",
+        **_EXPERTS,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+        "input_jitter_noise": 0.05,
+    },
     "seed-oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
 }
 LAYOUTS = {

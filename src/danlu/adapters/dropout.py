@@ -126,10 +126,34 @@ class Dropout:
             if not self.active:
                 return x
             token_keys = self.state.token_keys(x)
-        first = self.first_feature
-        columns = _mix(torch.arange(first, first + x.shape[1], dtype=torch.int32, device=x.device) + self._site_key)
-        kept = _mix(token_keys.unsqueeze(1) + columns) >= self._threshold
+        kept = _random(token_keys, self._site_key, self.first_feature, x.shape[1]) >= self._threshold
         return x * kept * (1 / (1 - self.p))
+
+
+class SiteNumbers:
+    """Random numbers of one site, drawn as a `Dropout`'s mask is: what routers that choose at random take
+    (`sparse_mixer.Draws`).
+    """
+
+    def __init__(self, site: str, state: DropoutState) -> None:
+        self._site, self._state = site, state
+
+    @property
+    def active(self) -> bool:
+        """Whether a micro-batch of a training step goes through the model."""
+        return self._state.active
+
+    def uniform(self, x: Tensor, count: int, purpose: str) -> Tensor:
+        """[T, count] float32 between 0 and 1, both excluded, for activations x [T, any]; other ones by purpose."""
+        bits = _random(self._state.token_keys(x), _hash(f"{self._site}\0{purpose}"), 0, count)
+        # 23 bits and a half: all of float32's digits.
+        return (((bits >> 9) & 0x7FFFFF).float() + 0.5) / 2**23
+
+
+def _random(token_keys: Tensor, site_key: int, first: int, count: int) -> Tensor:
+    """[T, count] int32 for tokens with keys [T], and features from `first` on."""
+    numbers = torch.arange(first, first + count, dtype=torch.int32, device=token_keys.device)
+    return _mix(token_keys.unsqueeze(1) + _mix(numbers + site_key))
 
 
 def _mix(h: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from danlu.core.errors import ModelError, ResourceError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import PADDING_KEY
 from danlu.models.hf_folder import CONFIG, INDEX, SINGLE_FILE, fingerprint, read_config, read_json, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, own_name
+from danlu.models.hf_layout import EMBEDDING, HEAD, HEAD_BIAS, hf_name, own_name
 from danlu.models.multimodal import TEXT_CONFIG
 
 if TYPE_CHECKING:
@@ -89,16 +89,17 @@ def _write(fresh: Path, folder: Path, tokens: Sequence[AddedToken]) -> None:
     config, stored = read_config(folder), read_tensors(folder)
     wider = extended_config(config, tokens)
     named = {own_name(name, config): name for name in stored}
-    embedding, head = hf_name(EMBEDDING, config), hf_name(HEAD, config)
+    embedding, head, bias = (hf_name(name, config) for name in (EMBEDDING, HEAD, HEAD_BIAS))
     matrices = [named.get(embedding) or named.get(head)]  # some tools keep a tied matrix as the head
     if config.has_own_head:
-        matrices.append(named.get(head))
+        matrices += [named.get(head), *([named.get(bias)] if config.head_bias else ())]
     shards: dict[str, str] = {}  # by tensor
     for name, location in stored.items():
         shards[name] = _SINGLE_FILE_LINK if location.file.name == SINGLE_FILE else location.file.name
         if not (link := fresh / shards[name]).exists():
             link.symlink_to(location.file.resolve())
-    shards = {name: shard for name, shard in shards.items() if name not in (named.get(embedding), named.get(head))}
+    widened = {named.get(name) for name in (embedding, head, bias)}
+    shards = {name: shard for name, shard in shards.items() if name not in widened}
     total = sum(stored[name].bytes for name in shards)
     written = _write_matrices(fresh / _SHARD, folder, matrices, wider, tokens)
     write_index(fresh, shards | dict.fromkeys(written, _SHARD), total + sum(written.values()))
@@ -136,7 +137,8 @@ def _config_values(values: dict[str, Any], config: ModelConfig) -> dict[str, Any
 
 
 def _rows(folder: Path, name: str, count: int, tokens: Sequence[AddedToken]) -> Tensor:
-    """The rows of embedding or head [count, D]: as they are stored, with means for those of new tokens and of none.
+    """The rows of embedding or head [count, D], or of the head's bias [count]: as they are stored, with means for
+    those of new tokens and of none.
 
     Tokens of the base have the rows before the first new one.
     """
@@ -152,7 +154,7 @@ def _rows(folder: Path, name: str, count: int, tokens: Sequence[AddedToken]) -> 
 
     starts = {token.id: mean(of_base if token.of is None else of_base[list(token.of)]) for token in tokens}
     if count > len(rows):
-        rows = torch.cat([rows, mean(of_base).expand(count - len(rows), -1)])
+        rows = torch.cat([rows, mean(of_base).expand(count - len(rows), *rows.shape[1:])])
     for token, start in starts.items():
         rows[token] = start
     return rows

@@ -271,13 +271,17 @@ class MemoryEstimate:
         recipe, config = self.recipe, self.config
         if not self.has_head or config.task != "causal-lm":
             return 0
-        return workspace_bytes(
+        rows, frozen = config.vocab_size // recipe.parallel.tensor, recipe.adapter is not None
+        element_bytes = activation_dtype(recipe.precision).itemsize
+        # A bias makes a copy of the head, `Decoder.head_weight`, with a gradient of its own where the head is trained.
+        matrix = rows * config.hidden_size if config.head_bias else 0
+        return matrix * (element_bytes if frozen else 2 * _FLOAT32) + workspace_bytes(
             sequences * recipe.data.max_length,
             config.hidden_size,
-            config.vocab_size // recipe.parallel.tensor,
-            element_bytes=activation_dtype(recipe.precision).itemsize,
+            rows,
+            element_bytes=element_bytes,
             device_type=self.device_type,
-            frozen=recipe.adapter is not None,
+            frozen=frozen,
         )
 
 

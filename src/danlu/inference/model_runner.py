@@ -243,7 +243,7 @@ class ModelRunner:
         """[R, V] float32; where numerics are exact by the products that training makes for its log-probabilities."""
         if not self.exact:
             return self.model.logits(hidden)
-        cap = self.model.config.final_softcap
+        cap, hidden = self.model.config.final_softcap, self.model.head_input(hidden)
         return logits_in_slices(hidden, self.model.head_weight, softcap=cap, slice_rows=EXACT_SLICE_ROWS)
 
     def _forward(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:

@@ -198,6 +198,7 @@ class _Check:
         if self.model.config.task != "causal-lm":
             return recorded
         head, cap = self.model.head_weight, self.model.config.final_softcap
+        hidden = self.model.head_input(hidden)
         targets = (columns[0] + columns[1]) % len(head)  # some token of each row, the same in every pass
         if decodes:
             logits = logits_in_slices(hidden, head, softcap=cap, slice_rows=EXACT_SLICE_ROWS)

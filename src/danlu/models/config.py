@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from danlu.core.errors import ModelError
 from danlu.models.layer_spec import Experts, LayerSpec, NormKind, norm_shapes
 from danlu.models.mixer_spec import MAXIMUMS as LAYER_MAXIMUMS
-from danlu.models.mixer_spec import Delta, Shapes, check_sizes
+from danlu.models.mixer_spec import Delta, Shapes, check_sizes, linear_shapes
 from danlu.models.rope_config import Rope
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class ModelConfig:
     task: Task = "causal-lm"
     vocab_padding: int = 0
     """Rows of embedding and head behind those of the tokens, which no token has: losses and sampling leave them out."""
+    head_bias: bool = False
+    """Whether the head over the vocabulary has a bias; a head that is tied has none."""
     multimodal: str | None = None
     """The `model_type` of the multimodal model that this is the language part of (`models.multimodal`)."""
 
@@ -157,7 +159,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         shapes |= {f"layers.{index}.{name}": shape for name, shape in of_kind[layer].items()}
     shapes |= norm_shapes("norm", config.hidden_size, config.norm_kind)
     if config.has_own_head:
-        shapes["lm_head.weight"] = vocabulary
+        shapes |= linear_shapes("lm_head", *vocabulary, config.head_bias)
     return shapes
 
 

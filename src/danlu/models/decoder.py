@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
@@ -37,6 +38,9 @@ from danlu.models.modules import (
 )
 from danlu.models.rope import Rotation, rotary_tables
 from danlu.models.rope_config import Rope
+
+BIAS_COLUMNS = 8
+"""Columns that a head's bias takes in `Decoder.head_weight`: products of other widths are slow on a GPU."""
 
 
 class Layer(nn.Module):
@@ -156,7 +160,7 @@ class Decoder(nn.Module):
         self.staged_ropes = {}
         self.norm = norm_of(config, config.norm_kind)
         own = config.has_own_head
-        self.lm_head = Linear(config.hidden_size, config.vocab_rows, bias=False) if own else None
+        self.lm_head = Linear(config.hidden_size, config.vocab_rows, bias=config.head_bias) if own else None
         self.enter_chunk: BoundaryOp = identity
         """Applied to the input of a chunk that is not the first."""
         self.begin_pass: Callable[[Tensor], None] | None = None
@@ -216,21 +220,34 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """The output matrix [V, D]: the head's own, with its adapter, or the embedding's where they are tied.
 
-        Where the vocabulary is cut, the rows that are here; without those that no token has.
+        Where the vocabulary is cut, the rows that are here; without those that no token has. A bias is a column more,
+        which `head_input` multiplies by 1, and zeros up to `BIAS_COLUMNS`: [V, D + BIAS_COLUMNS].
         """
         assert self.config.task == "causal-lm", "a model that classifies has no head over the vocabulary"
         if self.lm_head is None:
             return self._of_tokens(self.embed_tokens.weight, dim=0)
-        adapter = self.lm_head.adapter
-        return self._of_tokens(
-            self.lm_head.stored_weight if adapter is None else adapter.effective(self.lm_head), dim=0
-        )
+        adapter, bias = self.lm_head.adapter, self.lm_head.bias
+        weight = self.lm_head.stored_weight if adapter is None else adapter.effective(self.lm_head)
+        if bias is not None:
+            column = bias.to(weight.dtype).unsqueeze(1)
+            weight = torch.cat((weight, F.pad(column, (0, BIAS_COLUMNS - 1))), 1)
+        return self._of_tokens(weight, dim=0)
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden [.., D] -> the states that `head_weight` multiplies: themselves, or with a 1 for its bias."""
+        if not self.config.head_bias or self.config.task != "causal-lm":
+            return hidden
+        ones = hidden.new_ones(*hidden.shape[:-1], 1)
+        return torch.cat((hidden, F.pad(ones, (0, BIAS_COLUMNS - 1))), -1)
 
     @property
     def trains_head(self) -> bool:
         """Whether some of the head's weights, or of its adapters', are trained."""
-        weights = [self.embed_tokens.weight] if self.lm_head is None else self.lm_head.parameters()
-        return any(weight.requires_grad for weight in weights)
+        return any(weight.requires_grad for weight in self.head_parameters())
+
+    def head_parameters(self) -> list[Tensor]:
+        """The parameters of the head over the vocabulary, with those of its adapter."""
+        return [self.embed_tokens.weight] if self.lm_head is None else [*self.lm_head.parameters()]
 
     def _of_tokens(self, rows: Tensor, dim: int) -> Tensor:
         """Rows of the vocabulary that are here, along a dimension -> those of tokens: itself without padding rows."""

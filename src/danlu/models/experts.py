@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from danlu.core.layer_types import ExpertExchange
 from danlu.models import layer_spec, ops
 from danlu.models.config import ModelConfig
 from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints
+
+if TYPE_CHECKING:
+    from danlu.models.sparse_mixer import Draws
 
 _LEAST_SUM = 1e-20  # that weights are divided by: sigmoids of very negative logits may all be zero
 
@@ -37,7 +40,8 @@ class Router(nn.Module):
     """x [T, D] -> `Routes`, as `layer_spec.Router` says. Parameters are uninitialised.
 
     The slot `balancer` counts the rows of each expert, adds losses and drops rows that experts have no room for. The
-    slot `replay` takes the chosen experts [T, k] and returns those that are used instead (`router_replay`).
+    slot `replay` takes the chosen experts [T, k] and returns those that are used instead (`router_replay`). The slot
+    `draws` has the random numbers of a router that draws experts while the model trains.
 
     Logits and scores are float32 whatever the type of activations: in bfloat16 two experts in a hundred tokens would
     change places with each other (Switch Transformer, arXiv:2101.03961, section 2.4).
@@ -47,6 +51,7 @@ class Router(nn.Module):
     correction: Tensor | None
     balancer: Callable[[Tensor, Routes], Routes] | None
     replay: Callable[[Tensor], Tensor] | None
+    draws: Draws | None
 
     def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
         super().__init__()
@@ -59,6 +64,7 @@ class Router(nn.Module):
         """Added to the scores that experts are chosen by, never trained by gradients."""
         self.balancer = None
         self.replay = None
+        self.draws = None
         self.drops = False
         """Whether experts may be full: set by a balancer with a capacity."""
 
@@ -66,15 +72,32 @@ class Router(nn.Module):
         logits = ops.wide_linear(x, self.weight)  # [T, E]
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
-        scores = logits.softmax(-1) if self.spec.score == "softmax" else logits.sigmoid()
-        experts = self.chosen(scores.detach())
-        if self.replay is not None:
-            experts = self.replay(experts)
-        weights = scores.gather(1, experts)
+        scores = logits.sigmoid() if self.spec.score == "sigmoid" else logits.softmax(-1)
+        if self.spec.score == "sparse-mixer":
+            experts, weights = self._mixed(x, logits)
+        else:
+            experts = self._replayed(self.chosen(scores.detach()))
+            weights = scores.gather(1, experts)
         if self.spec.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
         routes = Routes(experts, weights * self.spec.scale if self.spec.scale != 1.0 else weights, scores)
         return routes if self.balancer is None else self.balancer(logits, routes)
+
+    @property
+    def active_draws(self) -> Draws | None:
+        """`draws`, in a training step; else experts are not drawn."""
+        return self.draws if self.draws is not None and self.draws.active else None
+
+    def _mixed(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        from danlu.models import sparse_mixer
+
+        draws, threshold = self.active_draws, 2 * self.spec.jitter
+        noise = None if draws is None else sparse_mixer.noise_of(draws, x, self.num_experts)
+        experts = self._replayed(sparse_mixer.chosen(logits, threshold, noise))
+        return experts, sparse_mixer.weights_of(logits, experts, threshold, noise)
+
+    def _replayed(self, experts: Tensor) -> Tensor:
+        return experts if self.replay is None else self.replay(experts)
 
     def chosen(self, scores: Tensor) -> Tensor:
         """The experts [T, k] int64 of tokens with these scores [T, E], the best one first."""
@@ -134,6 +157,10 @@ class MoE(nn.Module):
 
     def _routed(self, x: Tensor) -> Tensor:
         """Returns the weighted sum of the outputs of a token's experts, [T, D]."""
+        if self.router.spec.input_jitter and (draws := self.router.active_draws) is not None:
+            from danlu.models.sparse_mixer import jittered
+
+            x = jittered(x, draws, self.router.spec.input_jitter)
         routes = self.router(x)
         order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
         return order.weighted_sum(self.experts(self.rows_by_expert(x, order), order.counts), routes.weights)

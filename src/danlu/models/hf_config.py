@@ -199,7 +199,6 @@ UNSUPPORTED: dict[str, str] = {
     "mamba2": _STATE_SPACE,
     "modernbert": _ENCODER,
     "nemotron_h": _STATE_SPACE,
-    "phimoe": "its head over the vocabulary has a bias, and its router draws experts at random (SparseMixer)",
     "recurrent_gemma": "its layers are gated linear recurrences (RG-LRU)",
     "roberta": _ENCODER,
     "rwkv": "its layers are recurrences (RWKV)",

@@ -134,6 +134,8 @@ IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$|^
 MiMo that predict further tokens, for which no class of transformers has a place."""
 HEAD = "lm_head.weight"
 """The parameter that is the head over the vocabulary, where it has one of its own."""
+HEAD_BIAS = "lm_head.bias"
+"""The bias of a head that has one."""
 EMBEDDING = "embed_tokens.weight"
 """The parameter that a tied head is."""
 SCORE, SCORE_BIAS = "score.weight", "score.bias"

@@ -31,6 +31,7 @@ _NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved", "attn_factor"}
 _TYPES = ("full_attention", "sliding_attention")
 _TEMPERATURE = "llama_4_scaling_beta"
 _ORIGINAL = "original_max_position_embeddings"
+_MSCALES = {"short_mscale", "long_mscale"}
 _POSITIVE = ("factor", "beta_fast", "beta_slow")
 """Settings that are divided by, or have a logarithm."""
 
@@ -49,6 +50,8 @@ class RopeRules:
     """Whether transformers rotates a part of a head where a config says so (`partial_rotary_factor`)."""
     has_alpha: bool = False
     """Whether "dynamic" with an `alpha` stands for a base that is fixed, theta alpha^(R / (R - 2)) (Hunyuan)."""
+    has_mscales: bool = False
+    """Whether LongRoPE has a factor of cos and sin for short documents, and one for long ones."""
     dim_key: str | None = None
     """The key by which published folders say how many features of a head are rotated, in place of their share."""
 
@@ -137,6 +140,7 @@ def _read(
         supported = ", ".join(("default", *rules.scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
     known = {_TEMPERATURE} if rules.has_temperature else set[str]()
+    known |= _MSCALES if rules.has_mscales else set()
     scaling = _read_scaling(rope, SCALINGS[kind], original, longest, known)
     if isinstance(scaling, LongRopeScaling):
         _check_factors(rope, scaling, dim)
@@ -181,7 +185,7 @@ def _read_scaling(
     rope: HFValues, scaling: type[RopeScaling], original: int | None, longest: int, known_besides: set[str]
 ) -> RopeScaling:
     """original: a length before scaling that stands next to `rope`, and takes precedence over the one in it."""
-    known = {field.name: field for field in fields(scaling)}
+    known = {field.name: field for field in fields(scaling) if field.name not in _MSCALES - known_besides}
     given = {name: rope.raw(name) for name in known if name in rope}
     if _ORIGINAL in known:
         given[_ORIGINAL] = original or given.get(_ORIGINAL, longest)
@@ -189,6 +193,7 @@ def _read_scaling(
     if scaling in (YarnScaling, LongRopeScaling) and "factor" not in given and isinstance(trained, int) and trained > 0:
         given["factor"] = longest / trained
     problems = [f"{name} is missing" for name, field in known.items() if name not in given and field.default is MISSING]
+    problems += [f"{name} is missing" for name in sorted(_MSCALES & known.keys() - given.keys())]
     for name, value in given.items():
         if name == "truncate":
             fits = isinstance(value, bool)
@@ -204,7 +209,7 @@ def _read_scaling(
             problems.append(f"{name} is {value!r}, which it cannot be")
     # An attribute of another scaling is ignored, as transformers does; an unknown one may change the numbers.
     known_keys = set(known).union(*({field.name for field in fields(kind)} for kind in SCALINGS.values()))
-    unknown = sorted(set(rope.keys()) - known_keys - _NOT_OF_SCALING - known_besides)
+    unknown = sorted(set(rope.keys()) - (known_keys - _MSCALES) - _NOT_OF_SCALING - known_besides)
     if unknown:
         problems.append(f"unknown settings: {', '.join(unknown)}")
     if problems:

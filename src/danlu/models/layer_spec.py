@@ -86,7 +86,8 @@ class Router:
     (arXiv:2405.04434, section 2.2.2). The experts' outputs are weighted with the scores.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparse-mixer"] = "softmax"
+    """sparse-mixer: two experts one after the other, drawn while the model trains (`models.sparse_mixer`)."""
     normalise: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
     scale: float = 1.0
@@ -98,6 +99,11 @@ class Router:
     bias: bool = False
     """Whether scores are made with a bias b, which is trained."""
     bias_correction: bool = False
+    jitter: float = 0.0
+    """sparse-mixer: half the share of the highest logit within which others take part."""
+    input_jitter: float = 0.0
+    """sparse-mixer: how far a factor of the experts' and the router's inputs is from 1 at most, while the model
+    trains."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class Experts:
             )
         if self.router.group_score == "top-2" and 1 < groups > self.num_experts // 2:
             raise ModelError(f"groups are chosen by their two best experts: {groups} of {self.num_experts} have one")
+        if self.router.score == "sparse-mixer" and self.top_k != 2:
+            raise ModelError(f"SparseMixer gives a token 2 experts, not {self.top_k}")
         if self.shared_gate and self.shared is None:
             raise ModelError("there is no shared expert for the gate of one")
 
@@ -163,6 +171,7 @@ class Experts:
         nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}
         shared = nothing if self.shared is None else self.shared.kept(width, tensor)
         gated = width if self.shared_gate else 0
+        gated += 2 * width if self.router.input_jitter else 0  # the factors of its input, and their product with it
         return {
             "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated,
             "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated,

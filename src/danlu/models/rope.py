@@ -53,12 +53,22 @@ def rotary_tables(
         frequencies = inverse_frequencies(rope, lengths, device=positions.device)  # [R/2] or [T, R/2]
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
-    scaling = rope.attention_scaling
+    scaling = _amplitude(rope, lengths)
     query_scale = None
     if rope.temperature is not None:
         stretches = torch.floor(positions.float() / rope.temperature.length)  # lengths that lie before a token
         query_scale = 1 + rope.temperature.beta * torch.log(1 + stretches)
     return Rotation(angles.cos() * scaling, angles.sin() * scaling, query_scale)
+
+
+def _amplitude(rope: Rope, lengths: Tensor | None) -> float | Tensor:
+    """The factor of cos and sin; [T, 1] where short and long documents have factors of their own."""
+    scaling = rope.scaling
+    if not isinstance(scaling, LongRopeScaling) or scaling.short_mscale is None or scaling.long_mscale is None:
+        return rope.attention_scaling
+    assert lengths is not None, "the rotation follows the length of documents"
+    is_long = lengths[:, None] > scaling.original_max_position_embeddings  # [T, 1]
+    return torch.where(is_long, scaling.long_mscale, scaling.short_mscale)
 
 
 def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:

@@ -95,8 +95,14 @@ class LongRopeScaling:
     factor: float
     """The ratio of the longest document to the original length."""
     attention_factor: float | None = None
+    short_mscale: float | None = None
+    """With `long_mscale`, the factor of cos and sin of documents that have the short factors, in place of
+    `attention_factor`: Phi-3.5-MoE's."""
+    long_mscale: float | None = None
+    """The same for documents that have the long factors."""
 
     def __post_init__(self) -> None:
+        assert (self.short_mscale is None) == (self.long_mscale is None), "both lengths have a factor, or neither"
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             wrong = next((factor for factor in factors if not (math.isfinite(factor) and factor > 0)), None)
             if wrong is not None:

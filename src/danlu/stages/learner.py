@@ -45,6 +45,7 @@ from danlu.training.step import sum_losses
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
+    from danlu.adapters.dropout import DropoutState
     from danlu.memory.activation_offload import ActivationOffload
     from danlu.models.load_balancing import Balancer
     from danlu.parallel.context_groups import ContextGroups
@@ -83,8 +84,10 @@ class DecoderLearner:
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
     context: ContextGroups | None = None
     """Ranks that take different tokens of the same packs; None where each process takes all tokens of its packs."""
+    draws: DropoutState | None = None
+    """The micro-batch that routers draw experts for, where a model has such routers."""
     drops_out: bool = True
-    """Whether steps have the dropout of their adapters."""
+    """Whether steps have the dropout of their adapters, and routers draw experts in them."""
     assessed_dropout: int | None = None
     """The step that passes without gradients take their dropout from; None: they have no dropout."""
 
@@ -167,15 +170,16 @@ class DecoderLearner:
 
     @contextmanager
     def at(self, micro_step: MicroStep[Any]) -> Iterator[None]:
-        """Dropout of adapters, where steps have it, by the micro-batch's place in the step; where their virtual tokens
-        are in it."""
+        """Dropout of adapters and the draws of routers, where steps have them, by the micro-batch's place in the step;
+        where their virtual tokens are in it."""
         if self.model.begin_pass is not None:
             self.model.begin_pass(micro_step.batch.tokens)
         step = self.assessed_dropout if micro_step.step is None else micro_step.step
-        if self.adapters is None or step is None or not self.drops_out:
+        dropout_state = self.draws if self.adapters is None else self.adapters.build_context.dropout_state
+        if dropout_state is None or step is None or not self.drops_out:
             yield
             return
-        dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
+        virtual = 0 if self.adapters is None else len(self.adapters.virtual_token_ids)
         packs = micro_step.items or [(0, self.empty)]
         lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
         rows = None

@@ -187,7 +187,7 @@ class DecoderOutputs:
         return labels.squeeze(1) if labels.shape[1] == 1 else labels
 
     def _hidden_of_targets(self) -> Tensor:
-        return self.last_hidden.index_select(0, self.batch.logits_indices)  # [N', D]
+        return self.model.head_input(self.last_hidden.index_select(0, self.batch.logits_indices))  # [N', D]
 
     def _head(self) -> Tensor:
         return self.model.head_weight if self.head is None else self.head

@@ -19,6 +19,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.types import HeadObjective, Objective, Pack, Role
 from danlu.data.batch import EMPTY_PACK
 from danlu.models.decoder import Decoder
+from danlu.models.layer_spec import Experts
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import data
 from danlu.parallel.context_groups import ContextGroups
@@ -39,6 +40,7 @@ from danlu.training.state import Generate
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
+    from danlu.adapters.dropout import DropoutState
     from danlu.memory.activation_offload import ActivationOffload
     from danlu.models.load_balancing import Balancer
     from danlu.stages.critic import Critic
@@ -168,6 +170,7 @@ class PlacedDecoder:
             moving=self.moving,
             balancer=self.balancer,
             exact=self.recipe.numerics == "exact",
+            draws=self._draws(),
             drops_out=self.recipe.drops_out,
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
             context=None if parallel.alone else ContextGroups.of(parallel.ranks, self.recipe.parallel.context.method),
@@ -180,6 +183,26 @@ class PlacedDecoder:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
         return learner
+
+    def _draws(self) -> DropoutState | None:
+        """Gives routers that draw experts their random numbers, and returns the state of these, which is that of
+        adapters' dropout where there are some; None for other models."""
+        feeds = [kind.feed for kind in self.model.config.kinds if self.recipe.drops_out]
+        if not any(isinstance(feed, Experts) and feed.router.score == "sparse-mixer" for feed in feeds):
+            return None
+        if self.recipe.parallel.workers == "threads":
+            raise RecipeError(
+                f"parallel.workers: threads has no random numbers for the routers of {self.model.config.family}, which "
+                "draw experts while the model trains. Use processes"
+            )
+        from danlu.adapters.dropout import DropoutState, SiteNumbers
+        from danlu.models.router_replay import routers_of
+
+        adapters = self.adapters
+        state = DropoutState(self.recipe.seed) if adapters is None else adapters.build_context.dropout_state
+        for place, router in routers_of(self.model).items():
+            router.draws = SiteNumbers(f"router {place}", state)
+        return state
 
     def check_weights(self) -> None:
         """Raises ModelError where numerics are to be exact and are not, by weights as they are before the first step:

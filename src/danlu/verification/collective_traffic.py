@@ -42,13 +42,19 @@ from danlu.training.executor import Executor
 from danlu.training.learner import StepItems
 from danlu.verification.proxy import MicroBatches, ProxyTraining
 
+COUNTED_STEP = 1
+"""The step that traffic is counted in, and predicted for."""
+
 
 def _forward(learner: DecoderLearner, micro_batches: MicroBatches) -> None:
-    """The forward passes of micro-batches, as an evaluation makes them."""
-    items = [item for micro_batch in micro_batches for _, item in micro_batch]
-    numbers = iter(range(len(items)))
-    own = [[next(numbers) for _ in micro_batch] for micro_batch in micro_batches]
-    step_items = StepItems(items, own, learner.totals(items))
+    """The forward passes of micro-batches as an evaluation makes them, with the dropout and the draws of the step that
+    is counted.
+    """
+    numbered = dict(pair for micro_batch in micro_batches for pair in micro_batch)
+    items = [numbered.get(number) for number in range(max(numbered, default=-1) + 1)]  # those of others are not asked
+    own = [[number for number, _ in micro_batch] for micro_batch in micro_batches]
+    step_items = StepItems(items, own, learner.totals([*numbered.values()]))
+    learner = learner.judged_by(learner.evaluation, COUNTED_STEP)
     for actions, _ in learner.parallel.evaluation_rounds(len(micro_batches)):
         Executor(learner, step_items).run(actions)
 
@@ -188,7 +194,10 @@ def _needs_input(model: Decoder, half: int) -> bool:
     assert isinstance(layer, Layer)
     sublayer: Any = list(layer.sublayers.values())[half % 2]
     if isinstance(sublayer, MoE):  # experts themselves take rows that were picked out of it
-        takers = (sublayer.router, sublayer.shared_gate)
+        is_scattered = (
+            sublayer.router.draws is not None and sublayer.router.spec.input_jitter > 0
+        )  # its product is kept
+        takers = (None if is_scattered else sublayer.router, sublayer.shared_gate)
         if any(parameter.requires_grad for taker in takers if taker is not None for parameter in taker.parameters()):
             return True
     named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_cut.roles.items())

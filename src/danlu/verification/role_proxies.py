@@ -63,7 +63,8 @@ def write_model(
                 )
                 parameter.add_(noise, alpha=_PERTURBATION)
         if config.task == "causal-lm":  # others have no such head
-            model.head_weight.mul_(logit_scale)
+            for weight in model.head_parameters():
+                weight.mul_(logit_scale)
     save(model, folder, tokenizer_from=tokenizer_from)
 
 

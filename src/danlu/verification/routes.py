@@ -7,12 +7,15 @@ compute different things. So a verification takes weights and data with which th
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
+from danlu.models import sparse_mixer
 from danlu.models.experts import Router, RowOrder
+from danlu.models.sparse_mixer import Noise
 from danlu.verification.fault import replaced
 from danlu.verification.proxy import ProxyTraining
 
@@ -27,15 +30,23 @@ class RoutingMargin:
     def __init__(self) -> None:
         self.least = math.inf
 
-    def watched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
         """A context in which every router of this process is watched."""
-        original = Router.chosen
+        original, mixed = Router.chosen, sparse_mixer.chosen
 
         def chosen(router: Router, scores: Tensor) -> Tensor:
             self._watch(router, scores)
             return original(router, scores)
 
-        return replaced(Router, "chosen", chosen)
+        def chosen_by_mixer(logits: Tensor, threshold: float, noise: Noise | None = None) -> Tensor:
+            experts = mixed(logits, threshold, noise)
+            for value in sparse_mixer.margins(logits, threshold, experts, noise):
+                self.least = min(self.least, float(value.min()) if value.numel() else math.inf)
+            return experts
+
+        with replaced(Router, "chosen", chosen), replaced(sparse_mixer, "chosen", chosen_by_mixer):
+            yield
 
     def _watch(self, router: Router, scores: Tensor) -> None:
         spec = router.spec

@@ -15,7 +15,7 @@ from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.planning.traffic import pipeline_traffic
 from danlu.training.executor import Executor
 from danlu.training.learner import MicroStep, StepItems
-from danlu.verification.collective_traffic import data_parallel_traffic, decoder_traffic
+from danlu.verification.collective_traffic import COUNTED_STEP, data_parallel_traffic, decoder_traffic
 from danlu.verification.context_traffic import context_ranks_traffic
 from danlu.verification.proxy import MicroBatches, ProxyTraining
 
@@ -37,7 +37,7 @@ def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> Step
     learner = training.learner
     numbers = learner.micro_batches(items)  # the last ones are empty where other ranks have more items
     with TrafficCounter(training.ranks.layout) as traffic:
-        step_items = StepItems(items, numbers, learner.totals(items), step=1)
+        step_items = StepItems(items, numbers, learner.totals(items), step=COUNTED_STEP)
         Executor(learner, step_items).run(learner.parallel.actions(len(numbers)))
         for _, parameter in training.placed.parameters():
             parameter.grad = None

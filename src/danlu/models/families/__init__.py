@@ -33,7 +33,7 @@ _FILES: Final = {
     "minimax": ("minimax_m2",),
     "mistral": ("ministral3", "mistral", "mixtral"),
     "olmo": ("olmo2", "olmo3", "olmoe"),
-    "phi": ("phi3",),
+    "phi": ("phi3", "phimoe"),
     "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     "qwen_linear": ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     "seed": ("seed_oss",),

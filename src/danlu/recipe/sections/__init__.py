@@ -320,8 +320,8 @@ class Recipe(Section):
 
     @property
     def drops_out(self) -> bool:
-        """Whether steps have the dropout of adapters. Not with a policy gradient: the policy that drew the answers had
-        none, and the ratio is to that one."""
+        """Whether steps have the dropout of adapters, and the draws of routers that choose at random. Not with a policy
+        gradient: the policy that drew the answers had none, and the ratio is to that one."""
         return self.policy_gradient is None
 
     @property
