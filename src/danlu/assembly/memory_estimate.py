@@ -175,14 +175,14 @@ class MemoryEstimate:
     def with_activations(self) -> MemoryEstimate:
         """The estimate with activations and logits, where `parts` has what does not depend on the data."""
         sequences = max(self.micro, self._most_paths)
-        logits = self._loss_workspace(sequences)
+        logits = self._loss_workspace(sequences) + self._head_copy
         activations = self._activations(sequences).peak(logits) - logits
         return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
 
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
         return StepMemory(
-            fixed=self.parts.total - self.parts.activations - self.parts.logits,
+            fixed=self.parts.total - self.parts.activations - self.parts.logits + self._head_copy,
             activations=self._activations(1, plan),
             loss_workspace=self._loss_workspace(1),
             max_loss_workspace=slice_bytes(self.device_type),
@@ -271,18 +271,23 @@ class MemoryEstimate:
         recipe, config = self.recipe, self.config
         if not self.has_head or config.task != "causal-lm":
             return 0
-        rows, frozen = config.vocab_size // recipe.parallel.tensor, recipe.adapter is not None
-        element_bytes = activation_dtype(recipe.precision).itemsize
-        # A bias makes a copy of the head, `Decoder.head_weight`, with a gradient of its own where the head is trained.
-        matrix = rows * config.hidden_size if config.head_bias else 0
-        return matrix * (element_bytes if frozen else 2 * _FLOAT32) + workspace_bytes(
+        return workspace_bytes(
             sequences * recipe.data.max_length,
             config.hidden_size,
-            rows,
-            element_bytes=element_bytes,
+            config.vocab_size // recipe.parallel.tensor,
+            element_bytes=activation_dtype(recipe.precision).itemsize,
             device_type=self.device_type,
-            frozen=frozen,
+            frozen=recipe.adapter is not None,
         )
+
+    @property
+    def _head_copy(self) -> int:
+        """Bytes of the matrix that `Decoder.head_weight` makes of a head with a bias, and of its gradient."""
+        recipe, config = self.recipe, self.config
+        if not (self.has_head and config.has_own_head and config.head_bias):
+            return 0
+        matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
+        return matrix * (2 * _FLOAT32 if recipe.adapter is None else activation_dtype(recipe.precision).itemsize)
 
 
 @dataclass(frozen=True)

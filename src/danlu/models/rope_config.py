@@ -96,10 +96,10 @@ class LongRopeScaling:
     """The ratio of the longest document to the original length."""
     attention_factor: float | None = None
     short_mscale: float | None = None
-    """With `long_mscale`, the factor of cos and sin of documents that have the short factors, in place of
-    `attention_factor`: Phi-3.5-MoE's."""
+    """The factor of cos and sin of documents that have the short factors, in place of `attention_factor`
+    (Phi-3.5-MoE)."""
     long_mscale: float | None = None
-    """The same for documents that have the long factors."""
+    """The same for documents that have the long factors: both are given, or neither."""
 
     def __post_init__(self) -> None:
         assert (self.short_mscale is None) == (self.long_mscale is None), "both lengths have a factor, or neither"
