@@ -51,7 +51,9 @@ def _forward(learner: DecoderLearner, micro_batches: MicroBatches) -> None:
     is counted.
     """
     numbered = dict(pair for micro_batch in micro_batches for pair in micro_batch)
-    items: list[Any] = [numbered.get(number) for number in range(max(numbered, default=-1) + 1)]  # those of others are not asked
+    items: list[Any] = [
+        numbered.get(number) for number in range(max(numbered, default=-1) + 1)
+    ]  # those of others are not asked
     own = [[number for number, _ in micro_batch] for micro_batch in micro_batches]
     step_items = StepItems(items, own, learner.totals([*numbered.values()]))
     learner = learner.judged_by(learner.evaluation, COUNTED_STEP)
