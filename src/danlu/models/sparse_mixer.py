@@ -123,12 +123,12 @@ def _without(logits: Tensor, left_out: Sequence[Tensor]) -> Tensor:
     return logits
 
 
-def jittered(x: Tensor, draws: Draws, spread: float) -> Tensor:
-    """x [T, D], each number times two factors that are drawn between 1 - spread and 1 + spread.
+def jittered(x: Tensor, draws: Draws, jitter: float) -> Tensor:
+    """x [T, D], each number times two factors that are drawn between 1 - jitter and 1 + jitter.
 
     transformers' class multiplies once before the router and once in it, both times in place.
     """
     first, second = (
-        1 - spread + 2 * spread * draws.uniform(x, x.shape[1], purpose) for purpose in ("block input", "router input")
+        1 - jitter + 2 * jitter * draws.uniform(x, x.shape[1], purpose) for purpose in ("block input", "router input")
     )
     return x * (first * second).to(x.dtype)
