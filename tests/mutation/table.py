@@ -279,8 +279,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/experts.py",
-        "experts = self.chosen(scores.detach())",
-        "experts = scores.detach().topk(self.top_k).indices",
+        "self._replayed(self.chosen(scores.detach()))",
+        "self._replayed(scores.detach().topk(self.top_k).indices)",
         "models/test_experts.py",
     ),
     # -- recipe

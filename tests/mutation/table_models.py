@@ -303,4 +303,98 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "models/hf_layout.py", "replace(entry, transposed=True)", "entry", "models/test_multimodal.py", "either_way"
     ),
+    # -- GPT-NeoX, Cohere 2, GLM-4 and Gemma
+    Mutation(
+        "models/families/gpt_neox.py",
+        'parallel=hf.flag("use_parallel_residual")',
+        "parallel=True",
+        "models/test_families.py",
+        "gpt-neox",
+    ),
+    Mutation(
+        "models/families/gpt_neox.py",
+        "turns=lambda layer: layer.attention.heads",
+        "turns=lambda layer: 1",
+        "models/test_families.py",
+        "gpt-neox",
+    ),
+    Mutation(
+        "models/decoder.py", "source = x if self.parallel", "source = x if False", "models/test_families.py", "neox"
+    ),
+    Mutation(
+        "models/families/cohere.py",
+        "unrotated if each is None",
+        "mixer if each is None",
+        "models/test_families.py",
+        "cohere2",
+    ),
+    Mutation(
+        "models/families/cohere.py", "if (layer + 1) % every", "if layer % every", "models/test_families.py", "cohere2"
+    ),
+    Mutation(
+        "models/families/glm.py",
+        'read_glm(hf, replace(plain, norms="sandwich"), layers)',
+        "read_glm(hf, plain, layers)",
+        "models/test_families.py",
+        "glm4",
+    ),
+    Mutation(
+        "models/families/gemma.py",
+        'activations={"gelu": "gelu_tanh"},',
+        "",
+        "models/test_families.py models/test_published_configs.py",
+        "gemma",
+    ),
+    # -- Phi-3.5-MoE
+    Mutation(
+        "models/sparse_mixer.py",
+        "(weight * (1 - _THIRD) * ~is_whole).detach()",
+        "weight * (1 - _THIRD) * ~is_whole",
+        "models/test_sparse_mixer.py",
+    ),
+    Mutation(
+        "models/sparse_mixer.py",
+        "logits.abs().clamp(min=highest) > threshold",
+        "highest.abs() > threshold",
+        "models/test_sparse_mixer.py models/test_families.py",
+        "phimoe or transformers_for_the_same_draws",
+    ),
+    Mutation(
+        "models/sparse_mixer.py", "x * (first * second)", "x * first", "models/test_sparse_mixer.py", "same_draws"
+    ),
+    Mutation("models/decoder.py", "ones = hidden.new_ones(", "ones = hidden.new_zeros(", "stages/test_head_bias.py"),
+    Mutation(
+        "models/rope.py",
+        "scaling.long_mscale, scaling.short_mscale)",
+        "scaling.short_mscale, scaling.short_mscale)",
+        "models/test_sparse_mixer.py",
+        "long_documents",
+    ),
+    Mutation(
+        "stages/placed.py",
+        "self.model.config.kinds if self.recipe.drops_out]",
+        "self.model.config.kinds]",
+        "stages/test_router_draws.py",
+    ),
+    Mutation(
+        "assembly/extended_base.py",
+        "[named.get(bias)] if config.head_bias else ()",
+        "()",
+        "assembly/test_extended_base.py",
+        "biased",
+    ),
+    # -- names of each family
+    Mutation(
+        "remote_engines/vllm.py",
+        'PREFIXES = {"gpt_neox.": "model."}',
+        "PREFIXES: dict[str, str] = {}",
+        "remote_engines/test_server_interface.py",
+        "gpt_neox",
+    ),
+    Mutation(
+        "planning/device_map.py",
+        "(not is_outer or name in PARTS or name in outer)",
+        "True",
+        "planning/test_device_map.py",
+    ),
 )

@@ -67,8 +67,7 @@ def _amplitude(rope: Rope, lengths: Tensor | None) -> float | Tensor:
     if not isinstance(scaling, LongRopeScaling) or scaling.short_mscale is None or scaling.long_mscale is None:
         return rope.attention_scaling
     assert lengths is not None, "the rotation follows the length of documents"
-    is_long = lengths[:, None] > scaling.original_max_position_embeddings  # [T, 1]
-    return torch.where(is_long, scaling.long_mscale, scaling.short_mscale)
+    return torch.where(_is_long(scaling, lengths), scaling.long_mscale, scaling.short_mscale)
 
 
 def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:
@@ -141,8 +140,12 @@ def _longrope(periods: Tensor, scaling: LongRopeScaling, lengths: Tensor | None)
     short = divided(scaling.short_factor)
     if lengths is None:
         return short
-    is_long = lengths[:, None] > scaling.original_max_position_embeddings  # [T, 1]
-    return torch.where(is_long, divided(scaling.long_factor), short)
+    return torch.where(_is_long(scaling, lengths), divided(scaling.long_factor), short)
+
+
+def _is_long(scaling: LongRopeScaling, lengths: Tensor) -> Tensor:
+    """[T, 1]: whether each token's document, of `lengths` [T], has the long factors."""
+    return lengths[:, None] > scaling.original_max_position_embeddings
 
 
 def _yarn(periods: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
