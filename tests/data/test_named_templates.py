@@ -22,8 +22,7 @@ from builders.chat_tokenizers import make_tokenizer
 from danlu.cli.main import main
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.shipped_files import templates
-from danlu.data.chat_template import ChatTemplate, with_defaults
-from danlu.data.prompt_encoding import up_to_content
+from danlu.data.chat_template import ChatTemplate, render_begun, with_defaults
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_folder import read_chat_template, tokenizer_fingerprint
 from danlu.inference.chat_tokenizer import ChatTokenizer
@@ -258,8 +257,9 @@ def test_a_conversation_has_variables_of_its_own(tmp_path: Path) -> None:
 
 def test_the_text_up_to_an_answer_that_is_begun() -> None:
     begun = [*ASKED, {"role": "assistant", "content": " Once "}]
-    kept, trimmed = (named(name).render(begun) for name in ("chatml", "llama3"))
-    assert up_to_content(kept, " Once ").endswith("<|im_start|>assistant\n Once ")
-    assert up_to_content(trimmed, " Once ").endswith("assistant<|end_header_id|>\n\nOnce")
+    assert render_begun(named("chatml").render, begun).endswith("<|im_start|>assistant\n Once ")
+    assert render_begun(named("llama3").render, begun).endswith("assistant<|end_header_id|>\n\nOnce")
+    marked = [*ASKED, {"role": "assistant", "content": "e"}]  # the mark that ends the turn has the letter too
+    assert render_begun(named("chatml").render, marked).endswith("<|im_start|>assistant\ne")
     with pytest.raises(DataError, match="does not show the last message as it is written"):
-        up_to_content(kept, "Twice")
+        render_begun(lambda turns: "".join(turn["content"].upper() for turn in turns), begun)

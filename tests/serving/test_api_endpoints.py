@@ -323,6 +323,7 @@ def test_tools_and_calls_are_shown_where_the_template_shows_them(tiny_world: Wor
 
 def test_an_answer_that_is_begun(client: OpenAI, loaded: Loaded) -> None:
     """The prompt ends with the text of the last message, and the answer is what the engine adds to it."""
+    short = [*HELLO, {"role": "assistant", "content": "e"}]  # a letter of the mark that ends the turn
     begun = [*HELLO, {"role": "assistant", "content": "Once upon "}]
     tokenizer = loaded.model.chat_tokenizer
     text = tokenizer.render_chat(begun, begins_turn=False)
@@ -332,6 +333,8 @@ def test_an_answer_that_is_begun(client: OpenAI, loaded: Loaded) -> None:
     assert answer.model_extra is not None and answer.model_extra["prompt_token_ids"] == tokens
     assert answer.choices[0].message.content == expected(loaded, tokens)[0].text
     assert tokens != tokenizer.encode_chat(begun)  # a turn of its own behind the message
+    ended = client.chat.completions.create(model="tiny", messages=short, extra_body=extra, **GREEDY).model_extra
+    assert ended is not None and tokenizer.decode(ended["prompt_token_ids"]).endswith("<|im_start|>assistant\ne")
     for messages, wrong, told in (
         (HELLO, extra, "the last message is not the beginning of an answer"),
         (begun, {"continue_final_message": True, "add_generation_prompt": True}, "leave out one of both"),

@@ -59,5 +59,5 @@ def test_a_format_that_asks_for_what_the_prompt_has(prompt: str, pattern: str, i
     told = list(thought_lines(recipe, prompts, tokenizer))
     assert len(told) == is_told
     assert not told or told[0].startswith(
-        "rewards.1 (format): the pattern asks for <think>, with which the chat template"
+        "rewards.1 (format): the pattern asks for <think>, with which the prompt ends"
     )

@@ -75,6 +75,9 @@ def test_scores_are_those_of_transformers(scorer: tuple[RewardModel, Path]) -> N
     expected = [transformers_score(path, answer) for answer in ANSWERS]
     assert reward(ANSWERS) == pytest.approx(expected, rel=1e-4)
     assert reward([]) == []
+    # A prompt that ends in the assistant's turn: one turn with the answer.
+    begun = JudgedAnswer("thank you.", {}, [*CHAT, {"role": "assistant", "content": "Well, "}])
+    assert reward([begun]) == pytest.approx(expected[:1], rel=1e-4)
     # Controls: another order, and answers without their last token.
     assert reward(ANSWERS[::-1]) != pytest.approx(expected, rel=1e-3)
     assert reward(ANSWERS) != pytest.approx([transformers_score(path, a, ended=False) for a in ANSWERS], rel=1e-3)

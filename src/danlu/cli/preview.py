@@ -138,6 +138,7 @@ def _dataset_spec(recipe: Recipe) -> DatasetSpec:
         needs_mismatched=recipe.needs_mismatched,
         max_new_tokens=recipe.rollout.max_new_tokens,
         tools=tools,
+        in_turns=recipe.environment is not None,
         template_kwargs=model.chat_template_kwargs,
     )
 

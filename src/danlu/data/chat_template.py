@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date as Date
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ _LIST_NAME = re.compile(r"messages|tools|calls|^loop$")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": _TOOL, "arguments": {"at": 1}}}
 _FUNCTION = {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
+_CONTENT_END = "Zq0content0endqZ "
 # Conversations that tell what a template can express.
 _EXCHANGE: list[Turn] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
 _SYSTEM_EXCHANGE: list[Turn] = [{"role": "system", "content": _SYSTEM}, *_EXCHANGE]
@@ -37,6 +38,28 @@ _TOOL_EXCHANGE: list[Turn] = [
     {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00001"},
     {"role": "assistant", "content": _ANSWER},
 ]
+
+
+def render_begun(render: Callable[[Sequence[Turn]], str], turns: Sequence[Turn]) -> str:
+    """The text of a conversation up to the end of its last message's content, for an answer that goes on with it.
+
+    The end is found by a mark behind the content, as transformers' `continue_final_message` finds it: white space at
+    the end of the content stays where the template keeps it.
+
+    Args:
+        render: renders messages without a generation prompt.
+
+    Raises:
+        DataError: the template refuses the conversation, or does not show the content as it is written.
+    """
+    *before, last = turns
+    text = render([*before, {**last, "content": last["content"] + _CONTENT_END}])
+    end = text.rfind(_CONTENT_END.strip())
+    if end < 0 or last["content"].strip() not in text[:end]:
+        raise DataError(
+            "the chat template does not show the last message as it is written, so an answer cannot go on with it"
+        )
+    return text[:end] if text.startswith(_CONTENT_END, end) else text[:end].rstrip()
 
 
 class ChatTemplate:

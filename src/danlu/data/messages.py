@@ -49,6 +49,8 @@ class Message:
         role: system, user, assistant or tool.
         weight: loss weight of its tokens where the row gives one, else None.
         is_context: not trained on by itself, even if it is the assistant's: a message before a completion.
+        begun: of an answer that goes on with a turn which the prompt has begun, the characters of its content that are
+            the prompt's, and not trained.
     """
 
     role: str
@@ -59,6 +61,25 @@ class Message:
     tool_call_id: str | None = None
     weight: float | None = None
     is_context: bool = False
+    begun: int = 0
+
+    def continued_by(
+        self, content: str, tool_calls: tuple[dict[str, Any], ...] | None = None, weight: float | None = None
+    ) -> Message:
+        """An answer that goes on with this message, which a prompt has begun."""
+        return replace(
+            self,
+            content=self.content + content,
+            tool_calls=tool_calls,
+            weight=weight,
+            is_context=False,
+            begun=len(self.content),
+        )
+
+    @property
+    def beginning(self) -> Message:
+        """The part of it that the prompt has begun."""
+        return replace(self, content=self.content[: self.begun], tool_calls=None, is_context=True, begun=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,7 @@ def parse_turns(turns: Any, value: Mapping[str, Any], where: str, context: int =
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"{where}: a conversation must be a list of messages (objects), not {type_name(turns)}")
     messages = [_message(turn, f"{where} message {n}", is_context=n <= context) for n, turn in enumerate(turns, 1)]
-    messages = _with_calls_joined(messages, turns)
+    messages = _with_begun_joined(_with_calls_joined(messages, turns), where)
     system = require_string(value.get("system") or "", "system", where)
     if system and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
@@ -116,6 +137,42 @@ def _takes_call(text: Message, call: Message) -> bool:
     """Whether a call can be that of the message before it: of the assistant's, trained alike."""
     is_text = text.role == "assistant" and not text.tool_calls
     return is_text and (text.weight, text.is_context) == (call.weight, call.is_context)
+
+
+def _with_begun_joined(messages: Sequence[Message], where: str) -> list[Message]:
+    """Messages in which the answer to a prompt that ends in the assistant's turn goes on with that turn."""
+    joined = list[Message]()
+    for number, message in enumerate(messages, 1):
+        before = joined[-1] if joined else None
+        if before is not None and before.is_context and not message.is_context and _is_begun(before, message):
+            joined[-1] = _continued(before, message, f"{where} message {number}")
+        else:
+            joined.append(message)
+    return joined
+
+
+def _is_begun(begun: Message, message: Message) -> bool:
+    """Whether a message of the answer goes on with the last one of its prompt; after a call comes a turn of its own."""
+    of_assistant = begun.role == message.role == "assistant"
+    return of_assistant and not begun.tool_calls and bool(begun.content.strip())
+
+
+def _continued(begun: Message, message: Message, where: str) -> Message:
+    """The two as one message. Raises DataError for an answer that cannot stand behind a text of its own turn."""
+    if not message.content.strip() and not message.tool_calls:
+        raise DataError(f"{where}: the assistant's answer is empty; remove the row or fill the answer in")
+    if message.reasoning_content:
+        raise DataError(
+            f"{where}: the answer goes on with the turn that the prompt has begun, and has a thought (reasoning). Chat "
+            "templates write a thought before the text of a turn: write it into the turn that is begun, or end the "
+            "prompt with the user's turn"
+        )
+    if begun.weight:
+        raise DataError(
+            f"{where}: the prompt has begun this turn, and gives its beginning a loss weight; a beginning is context. "
+            "Remove the weight, or put the beginning into the answer"
+        )
+    return begun.continued_by(message.content, message.tool_calls, message.weight)
 
 
 def turn_of(message: Message) -> dict[str, Any]:

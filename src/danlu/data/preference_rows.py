@@ -321,7 +321,8 @@ def _stepwise(value: Mapping[str, Any], where: str) -> StepwiseAnswer:
         _require_prompt(prompt, where)
         return StepwiseAnswer(Completion(prompt, text, stops), marks)
     answer = _answer(_turns(prompt, "prompt", where), text, "completions", value, where)
-    return StepwiseAnswer(replace(answer, step_stops=stops), marks)
+    begun = answer.messages[-1].begun
+    return StepwiseAnswer(replace(answer, step_stops=tuple(begun + stop for stop in stops)), marks)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

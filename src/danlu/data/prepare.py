@@ -62,6 +62,7 @@ class DatasetSpec:
         template_kwargs: further variables of the chat template.
         max_new_tokens: the most tokens of an answer, for which data.max_length has room behind each prompt of stage rl.
         tools: tools that the chat template describes in each prompt of stage rl.
+        in_turns: answers of stage rl have several turns, with an environment.
     """
 
     data: Data
@@ -74,6 +75,7 @@ class DatasetSpec:
     needs_mismatched: bool = False
     max_new_tokens: int = 0
     tools: tuple[Mapping[str, Any], ...] = ()
+    in_turns: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -109,7 +111,9 @@ class DatasetSpec:
             return TokenizeSettings.of(data, format, self.row_type)
         from danlu.data.prompts import PromptSettings
 
-        return PromptSettings(data.prompt, format, data.system, self.longest_prompt, data.overlong, self.tools)
+        return PromptSettings(
+            data.prompt, format, data.system, self.longest_prompt, data.overlong, self.tools, self.in_turns
+        )
 
     def samples(self, chosen: Samples) -> Samples:
         """The chosen samples with the branches that the objective needs besides.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from danlu.core.errors import DataError
+from danlu.data.chat_template import Turn, render_begun
 from danlu.data.messages import Conversation, turn_of
 from danlu.data.render import half_character, shown_messages
 from danlu.data.shown_texts import texts_left_out
@@ -31,7 +32,8 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, system: str | None = None) -> list[int]:
-    """The tokens of a conversation by the chat template, with its generation prompt for the assistant.
+    """The tokens of a conversation by the chat template, with its generation prompt for the assistant; of one that ends
+    in the assistant's turn up to the end of that, which the answer goes on with.
 
     system: the system message of a conversation without one.
     Raises DataError where there is no template, or it refuses the conversation or has no place for its tools or calls,
@@ -48,7 +50,7 @@ def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str 
     """
     turns, text = _rendered(tokenizer, conversation, system)
     template = tokenizer.template(bool(conversation.tools))
-    left_out = texts_left_out(turns, conversation.tools, template, text, prompt=True)
+    left_out = texts_left_out(turns, conversation.tools, template, text, prompt=not _ends_in_answer(turns))
     return tuple(dict.fromkeys(part.key for part in left_out))
 
 
@@ -56,22 +58,13 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, system: str | No
     """Returns the messages of a conversation as the chat template sees them, and the prompt that it writes of them."""
     template = tokenizer.template(bool(conversation.tools))
     turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
+    if _ends_in_answer(turns):
+        return turns, render_begun(lambda marked: template.render(marked, conversation.tools), turns)
     return turns, template.render(turns, conversation.tools, prompt=True)
 
 
-def up_to_content(text: str, content: str) -> str:
-    """A rendered conversation up to the end of its last message's content, for an answer that goes on with it.
-
-    White space at the end of the content stays where the template keeps it, as with transformers'
-    `continue_final_message`. Raises DataError for a template that does not show the content as it is.
-    """
-    start = text.rfind(content.strip())
-    if start < 0:
-        raise DataError(
-            "the chat template does not show the last message as it is written, so an answer cannot go on with it"
-        )
-    whole = start + len(content.lstrip())
-    return text[:whole] if text[start:whole] == content.lstrip() else text[: start + len(content.strip())]
+def _ends_in_answer(turns: Sequence[Turn]) -> bool:
+    return bool(turns) and turns[-1]["role"] == "assistant"
 
 
 def encode_utf8(tokenizer: Tokenizer, text: str) -> list[int]:

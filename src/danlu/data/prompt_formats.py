@@ -58,7 +58,9 @@ def _of_columns(row: Mapping[str, Any], format: Format | Literal["auto"], where:
         prompt = decode_messages(row["prompt"])
         return prompt if isinstance(prompt, str) else _conversation(prompt, row, where, answered=False)
     if name in ("messages", "conversations"):
-        return _conversation(row[name], row, where, answered=True)
+        # With answers in columns of their own the messages are the prompt.
+        answered = not {"chosen", "rejected"} <= row.keys()
+        return _conversation(row[name], row, where, answered=answered)
     if name is not None:
         return _question(row, require_string(row[name], name, where), where)
     if format in ("auto", "preference") and {"chosen", "rejected"} <= row.keys():
@@ -72,14 +74,17 @@ def _of_columns(row: Mapping[str, Any], format: Format | Literal["auto"], where:
 
 
 def _conversation(turns: Any, row: Mapping[str, Any], where: str, *, answered: bool) -> Conversation:
-    """The messages of a prompt; those of whole conversations lose the answer that ends them."""
+    """The messages of a prompt, which may end in a turn of the assistant that the answer goes on with.
+
+    answered: they are a whole conversation, and lose the answer that ends it.
+    """
     if not isinstance(turns, str | list):
         raise DataError(f"{where}: a prompt is a text or a list of messages, not {type_name(turns)}")
     conversation = parse_turns(turns, row, where)
     messages = conversation.messages
-    if messages and messages[-1].role == "assistant" and not answered:
-        raise DataError(f"{where}: 'prompt' ends with the assistant's turn, so there is nothing to answer; remove it")
-    while messages and messages[-1].role == "assistant":
+    if messages and messages[-1].tool_calls and not answered:
+        raise DataError(f"{where}: the prompt ends with a call, which no answer can go on with; add the tool's result")
+    while answered and messages and messages[-1].role == "assistant":
         messages = messages[:-1]
     if not any(message.content.strip() for message in messages if message.role in ("user", "tool")):
         raise _empty(where)

@@ -38,7 +38,8 @@ class Prompt:
     """The prompt that a row gives to the policy."""
 
     tokens: tuple[int, ...]
-    """The whole prompt, generation prompt of the chat template included; without virtual tokens of adapters."""
+    """The whole prompt, generation prompt of the chat template or begun turn of the assistant included; without virtual
+    tokens of adapters."""
     row: Mapping[str, Any]
     """Every column of the row, under the names that it has in the file and in `data.columns`."""
     prompt: str | list[Mapping[str, Any]]
@@ -57,6 +58,8 @@ class PromptSettings:
     longest: int
     overlong: Literal["truncate", "split", "drop"]
     tools: tuple[Mapping[str, Any], ...] = ()
+    in_turns: bool = False
+    """Whether answers have several turns, with an environment."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,11 @@ class _Renderer:
     def _conversation(self, columns: PromptColumns) -> Conversation:
         """The prompt as messages, with the tools that can be called."""
         conversation = Conversation((Message("user", columns),)) if isinstance(columns, str) else columns
+        if self._settings.in_turns and conversation.messages[-1].role == "assistant":
+            raise DataError(
+                "the prompt ends in the assistant's turn, and with an environment each answer is a turn of its own. "
+                "End it with the user's turn, or leave out environment"
+            )
         if not self._settings.tools:
             return conversation
         if conversation.tools:

@@ -16,7 +16,7 @@ import numpy as np
 
 from danlu.core.errors import DataError
 from danlu.core.types import Branch
-from danlu.data.chat_template import ChatTemplate
+from danlu.data.chat_template import ChatTemplate, render_begun
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.rows import Completion, Row, Text, Tokenized
@@ -252,14 +252,50 @@ class _Renderer:
         texts = spans.annotate(turns, row.tools, wanted)
         for text in texts:
             _require_answers(text, [i for i in text.trained if weights[i] > 0 and messages[i].content])
-        drafts = [self._draft(text, weights, whole=number == 0) for number, text in enumerate(texts)]
+        begun = next((number for number, message in enumerate(messages) if message.begun), None)
+        drafts = [self._draft(text, weights, begun, whole=number == 0) for number, text in enumerate(texts)]
+        if begun is not None:
+            before = render_begun(
+                lambda shown: template.render(shown, row.tools),
+                [*turns[:begun], turn_of(messages[begun].beginning)],
+            )
+            drafts = [
+                self._with_beginning(draft, begun, before, template) if begun in text.trained else draft
+                for draft, text in zip(drafts, texts, strict=True)
+            ]
         # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
         drafts = drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
         if left_out := tuple(dict.fromkeys(part.key for part in texts[0].left_out)):
             drafts[0] = replace(drafts[0], remarks=replace(drafts[0].remarks, left_out=left_out))
         return drafts
 
-    def _draft(self, annotated: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
+    def _with_beginning(self, draft: _Draft, turn: int, before: str, template: ChatTemplate) -> _Draft:
+        """Returns the draft with the beginning of a turn as context.
+
+        before: the prompt, which ends with the beginning.
+        Raises DataError where the template shows the beginning otherwise in the whole turn.
+        """
+        if template.common_prefix_length(before, draft.text) < len(before):
+            raise DataError(
+                f"message {turn + 1}: the chat template shows the turn that the prompt has begun otherwise once the "
+                "answer goes on with it (it moves thoughts, for example). End the prompt with the user's turn, or name "
+                "another template in model.chat_template"
+            )
+        border, context = self._size(before), 1.0 if self._rendering.train_on == "all" else 0.0
+        stops, reasons, weights = list[int](), list[int](), list[float]()
+        turns, start = list[int](), 0
+        for stop, reason, owner, weight in zip(draft.stops, draft.reasons, draft.turns, draft.weights, strict=True):
+            for end in (border, stop) if start < border < stop else (stop,):
+                stops.append(end)
+                reasons.append(reason)
+                turns.append(owner)
+                weights.append(context if owner == turn and end <= border and weight else weight)
+            start = stop
+        return replace(draft, stops=stops, reasons=reasons, turns=turns, weights=weights)
+
+    def _draft(
+        self, annotated: AnnotatedText, turn_weights: Sequence[float], begun: int | None, *, whole: bool
+    ) -> _Draft:
         on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
         weights = []
         for reason, turn in zip(annotated.reasons, annotated.turns, strict=True):
@@ -269,7 +305,8 @@ class _Renderer:
                 weights.append(turn_weights[turn] if turn in annotated.trained else 0.0)
             else:
                 weights.append(turn_weights[turn] if whole else 0.0)
-        trained = {turn for turn in annotated.trained if turn_weights[turn] > 0}
+        # A turn that is begun stands behind its beginning, and not behind the generation prompt.
+        drawn = {turn for turn in annotated.trained if turn_weights[turn] > 0 and turn != begun}
         last = annotated.turns[-1]
         close = not annotated.closed and last in annotated.trained  # the template has no token that closes an answer
         return _Draft(
@@ -280,7 +317,7 @@ class _Renderer:
             weights,
             last_token=self._eos() if close else None,
             last_label=(Reason.TERMINATOR, last, turn_weights[last]),
-            remarks=Remarks(unlike_prompt=not annotated.unlike_prompt.isdisjoint(trained)),
+            remarks=Remarks(unlike_prompt=not annotated.unlike_prompt.isdisjoint(drawn)),
         )
 
 
@@ -399,11 +436,14 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> tuple[np.ndarr
     if len(crossed):
         weights = [weight for draft in drafts for weight in draft.weights]
         reasons = [reason for draft in drafts for reason in draft.reasons]
+        turns = [turn for draft in drafts for turn in draft.turns]
         for border in np.setdiff1d(crossed, last).tolist():
             token = after[border] - 1
             if weights[border + 1] > 0 and weights[span_of[token]] == 0:
                 span_of[token] = border + 1
-            if weights[border + 1] > 0 and reasons[border + 1] in _ANSWER_BEGINS and reasons[border] in _PROMPT_ENDS:
+            is_begun = weights[border] == 0 and turns[border] == turns[border + 1]  # the turn, by the prompt
+            is_prompt = reasons[border] in _PROMPT_ENDS or is_begun
+            if weights[border + 1] > 0 and reasons[border + 1] in _ANSWER_BEGINS and is_prompt:
                 split_tokens.setdefault(int(np.searchsorted(last, border)), int(encoded.ids[token]))
     return span_of, split_tokens
 

@@ -43,7 +43,7 @@ from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # raised whenever rendering, cutting or this layout changes what a row becomes
+FORMAT = 6  # raised whenever rendering, cutting or this layout changes what a row becomes
 CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
 MARKER = "COMPLETE"

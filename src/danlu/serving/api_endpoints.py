@@ -19,7 +19,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from danlu.core.errors import DanluError
-from danlu.data.prompt_encoding import encode_utf8, up_to_content
+from danlu.data.chat_template import Turn, render_begun
+from danlu.data.prompt_encoding import encode_utf8
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
 from danlu.data.thoughts import opened_thought
@@ -240,9 +241,11 @@ class Api:
                 "server with one that does (`--chat-template`, `danlu recipes templates`)",
                 param="tools",
             )
-        text = chat_tokenizer.render_chat(turns, tools, body.chat_template_kwargs, begins_turn=body.begins_turn)
-        if body.continue_final_message:
-            text = up_to_content(text, messages[-1].content)
+
+        def render(shown: Sequence[Turn]) -> str:
+            return chat_tokenizer.render_chat(shown, tools, body.chat_template_kwargs, begins_turn=body.begins_turn)
+
+        text = render_begun(render, turns) if body.continue_final_message else render(turns)
         self._check_size(model, len(text), "messages")
         return ChatPrompt(encode_utf8(chat_tokenizer.tokenizer, text), opened_thought(text))
 

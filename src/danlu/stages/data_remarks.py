@@ -51,7 +51,6 @@ def thought_lines(recipe: Recipe, prompts: Sequence[Prompt], tokenizer: Tokenize
     for index, reward in enumerate(recipe.rewards or ()):
         if opened is not None and isinstance(reward, FormatReward) and opened in reward.pattern.replace("\\", ""):
             yield (
-                f"rewards.{index} (format): the pattern asks for {opened}, with which the chat template ends the "
-                f"prompt: answers go on behind it and do not have it. Leave it out of the pattern, up to "
-                f"{THOUGHTS[opened]}"
+                f"rewards.{index} (format): the pattern asks for {opened}, with which the prompt ends: answers go on "
+                f"behind it and do not have it. Leave it out of the pattern, up to {THOUGHTS[opened]}"
             )

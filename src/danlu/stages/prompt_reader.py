@@ -62,6 +62,7 @@ class PromptReader:
             model.chat_template_date,
             max_new_tokens=recipe.rollout.max_new_tokens,
             tools=tool_schemas(recipe.environment),
+            in_turns=recipe.environment is not None,
             template_kwargs=model.chat_template_kwargs,
         )
         with closing(RowProgress(stream)) as progress:

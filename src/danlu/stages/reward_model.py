@@ -103,7 +103,12 @@ class RewardModel:
         tools = {"tools": answer.row.get("tools")}
         asked = parse_turns(list(prompt), tools, where, context=len(prompt))
         # Behind the checks of files, which take no empty answer: one that a policy gives has a score like any other.
-        return JudgedRow(replace(asked, messages=(*asked.messages, Message("assistant", answer.text))), True)
+        *before, last = asked.messages
+        # The prompt may have begun the turn.
+        said = (
+            [last.continued_by(answer.text)] if last.role == "assistant" else [last, Message("assistant", answer.text)]
+        )
+        return JudgedRow(replace(asked, messages=(*before, *said)), True)
 
     def _within_context(self, tree: RenderedSample) -> RenderedSample | None:
         if max(path_lengths(tree.branches)) <= self.context:
