@@ -650,9 +650,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "data/prompt_formats.py",
-        'while messages and messages[-1].role == "assistant":',
+        'while answered and messages and messages[-1].role == "assistant":',
         "while False:",
         "data/test_prompts.py",
+    ),
+    Mutation(
+        "data/render.py",
+        "weights.append(context if owner == turn and end <= border and weight else weight)",
+        "weights.append(weight)",
+        "data/test_begun_answers.py",
+        only="from_the_end",
+    ),
+    Mutation(
+        "data/chat_template.py",
+        "return text[:end] if text.startswith(_CONTENT_END, end) else text[:end].rstrip()",
+        "return text[:end]",
+        "data/test_begun_answers.py",
+        only="stage_rl",
     ),
     Mutation(
         "data/prompt_encoding.py",
