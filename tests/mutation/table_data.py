@@ -54,8 +54,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- prompts whose tokens are no beginning of the sample
     Mutation(
         "data/render.py",
-        "reasons[border] in _PROMPT_ENDS:",
-        "weights[border] == 0:",
+        "reasons[border] in _PROMPT_ENDS or is_begun",
+        "weights[border] == 0",
         TOKENIZING,
     ),
     Mutation(
