@@ -76,7 +76,8 @@ class ForeignKey:
         return (kind, names) if kind in (SUM, PRODUCT) else ("", [])
 
     def convert(self, value: Any, others: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """The recipe's keys and values for a value of this key; empty where there is nothing to write.
+        """The recipe's keys and values for a value of this key; empty where there is nothing to write, as of a section,
+        of which each key has a row of its own.
 
         others: the tool's other keys, for values that several of them give together; 1 (of a sum 0) where one is
         missing.
@@ -91,8 +92,14 @@ class ForeignKey:
             return {self.target: _product(numbers) if kind == PRODUCT else sum(numbers)}
         for pattern, result in self._cases():
             if any(fnmatchcase(_as_text(value), each) for each in pattern.split()):
-                return self._written(result, value)
+                written = self._written(result, value)
+                return {} if written is None and self._is_section(value) else written
         return {self.target: value} if self.is_key else None
+
+    def _is_section(self, value: Any) -> bool:
+        """Whether a value is a mapping, or a list of such, with keys that have rows of their own."""
+        entries = value if isinstance(value, list) else [value]
+        return all(isinstance(each, dict) for each in entries) and self.name in _sections(self.tool)
 
     def _cases(self) -> Iterator[tuple[str, str]]:
         """Patterns of values with their results."""
@@ -160,6 +167,12 @@ def rows(tool: str) -> tuple[ForeignKey, ...]:
             names, target, values, note = (*(part.strip() for part in line.split("|")), "", "")[:4]
             listed += [ForeignKey(tool, name, stage, target, values, note) for name in names.split()]
     return tuple(listed)
+
+
+@cache
+def _sections(tool: str) -> frozenset[str]:
+    """The keys of a tool with keys below them that have rows."""
+    return frozenset(row.name.rpartition(".")[0] for row in rows(tool))
 
 
 @cache
