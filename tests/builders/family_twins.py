@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+DIFFERENCES = ("gemma_", "gemma2", "gemma3", "qwen3_5", "qwen3_next")
+"""Beginnings of the types of families whose norms are stored as differences from one."""
 LENGTH = 40
 """Tokens of the document that both compute."""
 
@@ -23,11 +25,13 @@ def twin(values: dict[str, Any], folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
-            if "norm" in name and not values["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
+            if "norm" in name and not f"{values['model_type']}_".startswith(DIFFERENCES):
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(buffer.shape) * 0.3)
     model.save_pretrained(folder)
     return model
 

@@ -171,7 +171,93 @@ _GLM_4_9B = {
     "vocab_size": 151552,
 }
 
+_GEMMA_4_31B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "expert_intermediate_size": None,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 32,
+    "num_experts": None,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+_GEMMA_4_12B = {
+    **_GEMMA_4_31B,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "model_type": "gemma4_unified_text",
+    "num_attention_heads": 16,
+    "num_global_key_value_heads": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+}
 PUBLISHED: dict[str, Published] = {
+    "gemma-4-31b-text": Published(
+        "google/gemma-4-31B-it, text_config, as tests of other programs hold nvidia/Gemma-4-31B-IT-NVFP4's at 4135a98a",
+        _GEMMA_4_31B,
+    ),
+    "gemma-4-31b": Published(
+        "google/gemma-4-31B-it, from the same tests",
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "audio_config": None,
+            "audio_token_id": 258881,
+            "boi_token_id": 255999,
+            "dtype": "bfloat16",
+            "eos_token_id": [1, 106],
+            "image_token_id": 258880,
+            "model_type": "gemma4",
+            "text_config": _GEMMA_4_31B,
+            "tie_word_embeddings": True,
+            "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
+        },
+    ),
+    "gemma-4-12b-text": Published(
+        "google/gemma-4-12B-it, text_config, as tests of other programs hold it", _GEMMA_4_12B
+    ),
+    "gemma-4-12b": Published(
+        "google/gemma-4-12B-it, from the same tests",
+        {
+            "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma4_unified",
+            "text_config": _GEMMA_4_12B,
+            "tie_word_embeddings": True,
+            "vision_config": {"mm_embed_dim": 3840, "mm_posemb_size": 1120, "model_type": "gemma4_unified_vision"},
+        },
+    ),
     "command-r7b": Published(
         "CohereForAI/c4ai-command-r7b-12-2024, by the keys that published files have beside transformers' own, as an "
         "engine for CohereLabs/tiny-aya-global checks them, and by mlxcel's tests; sizes of the family",

@@ -81,6 +81,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "tie_word_embeddings": True,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+    },
     "cohere2": {
         "model_type": "cohere2",
         "sliding_window": 6,

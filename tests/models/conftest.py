@@ -491,6 +491,52 @@ CASES |= {
 }
 """Families with latent attention behind other keys, LayerNorms, a parallel residual, or a network without a gate."""
 
+CASES |= {
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma4-plain": {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "attention_bias": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 9,
+        "use_bidirectional_attention": "vision",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "tie_word_embeddings": False,
+    },
+    "gemma4-unified": {
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 12,
+        "tie_word_embeddings": True,
+    },
+}
+"""Families with normed values, values that are keys, and layers that are multiplied by a number."""
+
 
 @pytest.fixture(scope="session")
 def tiny_values() -> Callable[[str], dict[str, Any]]:

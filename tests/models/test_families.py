@@ -158,6 +158,29 @@ def test_hunyuan_norms_behind_its_rotation(tiny_values: Callable[[str], dict[str
     assert (logits(decoder, tokens) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("part", ["normed values", "values before the norm of keys", "scalar"])
+def test_the_parts_of_gemma4_show_in_the_logits(
+    part: str, tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """The control: without one of them logits are others."""
+    tokens = random_tokens(131)
+    expected = oracle(twin(tiny_values("gemma4"), tmp_path), tokens)
+    decoder = load(tmp_path)
+    for layer in decoder.layers.values():
+        if part == "scalar":
+            layer.layer_scalar = None
+        elif part == "normed values":
+            layer.attention.norms_values = False
+        elif layer.attention.v_proj is None:
+            layer.attention.normed_values = layer.attention.k_norm.forward
+    assert (logits(decoder, tokens) - expected).abs().max() > 1e-2
+
+
+def _gemma4_ropes(**changes: float) -> dict[str, Any]:
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0, **changes}
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.1", {"rope_theta": 10000.0}),
     ("llama-biased-multi-query", {"rms_norm_eps": 1e-2}),
@@ -225,6 +248,12 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("phimoe", {"rms_norm_eps": 1e-1}),
     ("phimoe-plain", {"sliding_window": None}),
     ("seed-oss", {"rope_theta": 10000.0}),
+    ("gemma4", {"rope_parameters": _gemma4_ropes(partial_rotary_factor=0.5)}),
+    ("gemma4", {"rope_parameters": _gemma4_ropes(rope_theta=500.0)}),
+    ("gemma4", {"sliding_window": 5}),
+    ("gemma4", {"final_logit_softcapping": None}),
+    ("gemma4-plain", {"rope_parameters": None}),
+    ("gemma4-unified", {"rms_norm_eps": 1e-1}),
 ]
 
 
@@ -405,6 +434,29 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         },
         "longrope: unknown settings: long_mscale, short_mscale",
     ),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: only causal attention is"),
+    (
+        "gemma4",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        "layer_types: transformers makes the last",
+    ),
+    ("gemma4", {"rope_scaling": YARN}, "rope_scaling: transformers does not read it for this family; say it in rope_p"),
+    ("gemma4", {"rope_theta": 10000.0}, "rope_theta: transformers does not read it for this family; say it in rope_p"),
+    ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: embeddings of each layer, as Gemma"),
+    ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: keys and values that layers share are not"),
+    ("gemma4", {"enable_moe_block": True}, "enable_moe_block: experts next to a dense network, as Gemma 4 26B has"),
+    ("gemma4", {"rope_parameters": _gemma4_ropes(partial_rotary_factor=1.5)}, "partial_rotary_factor 1.5 must be in"),
+    (
+        "gemma4",
+        {"per_layer_config": {"0": {"head_dim": 24}}},
+        "per_layer_config: only head_dim and num_key_value_h",
+    ),
+    (
+        "gemma4",
+        {"per_layer_config": {"1": {"head_dim": 24}}},
+        "per_layer_config: only head_dim and num_key_value_h",
+    ),
+    ("gemma4", {"per_layer_config": {"1": {"x": 1}, "3": {"x": 1}}}, "per_layer_config: only head_dim and num_key_va"),
     ("llama-dynamic", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "unknown settings: alpha"),
 ]
 

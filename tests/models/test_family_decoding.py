@@ -27,6 +27,8 @@ def decoder_of(values: dict[str, Any]) -> Decoder:
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * (0.3 if "norm" in name else 0.15))
             if name.endswith("norm.weight"):
                 parameter.add_(1.0 - model.config.norm_offset)
+            if name.endswith("layer_scalar.weight"):
+                parameter.add_(1.0)
     return model.requires_grad_(False)
 
 

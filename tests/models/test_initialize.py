@@ -56,6 +56,14 @@ def test_spread_is_as_documented(case: str, tiny_model: Callable[..., Decoder]) 
             assert abs(float(parameter.mean())) < 0.02 * expected + 4 * expected / parameter.numel() ** 0.5
 
 
+def test_scores_without_a_factor_start_as_if_they_had_one(tiny_model: Callable[..., Decoder]) -> None:
+    parameters = tiny_model("gemma4").state_dict()
+    norms = [parameters[f"layers.{layer}.attention.{name}.weight"] for layer in (0, 1) for name in ("q_norm", "k_norm")]
+    assert [float(norm[0]) for norm in norms] == pytest.approx([8**-0.25, 8**-0.25, 0.5, 0.5])
+    assert (parameters["layers.0.attention_norm.weight"] == 1).all() and parameters["layers.0.layer_scalar.weight"] == 1
+    assert (tiny_model("qwen3").get_parameter("layers.0.attention.q_norm.weight") == 1).all()  # control
+
+
 def test_an_embedding_that_is_multiplied_starts_as_much_smaller(tiny_model: Callable[..., Decoder]) -> None:
     """Gemma multiplies it by the root of the width: the stream starts near one all the same."""
     tokens = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0))

@@ -42,6 +42,19 @@ def test_norm_without_gradients_has_the_same_bits(dtype: torch.dtype, offset: fl
         assert not torch.equal(ops.rms_norm(x, weight, 1e-1, offset=offset), with_gradients)  # control
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_a_norm_without_a_weight_is_one_of_ones(dtype: torch.dtype) -> None:
+    x, grad = drawn(7, 5, 64, dtype=dtype).requires_grad_(), drawn(7, 5, 64, dtype=dtype, seed=2)
+    ones = torch.ones(64, dtype=dtype)
+    y, given = ops.rms_norm(x, None, 1e-5), grad.clone()
+    (found,) = torch.autograd.grad(y, x, given)
+    (wanted,) = torch.autograd.grad(ops.rms_norm(x, ones, 1e-5), x, grad)
+    assert torch.equal(y, ops.rms_norm(x, ones, 1e-5)) and torch.equal(given, grad)
+    torch.testing.assert_close(found, wanted)
+    (other,) = torch.autograd.grad(ops.rms_norm(x, ones * 1.1, 1e-5), x, grad)
+    assert not torch.allclose(found, other)  # control
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_with_half_precision_weights_has_gradients_in_their_type(offset: float) -> None:
     """As under FSDP2, which gathers weights in the type of activations."""

@@ -36,6 +36,8 @@ FOLDERS += ("mistralai__Mixtral-8x7B-v0.1", "openai__gpt-oss-20b")
 """Whole published files; the others of that folder hold some of the keys (params.csv is compared with all of them)."""
 DEPTH = 8
 """Layers of the models that are built: a multiple of 4, and enough for Gemma 3's first layer that sees everything."""
+GEMMA4_DEPTH = 6
+"""Layers to the first that sees everything, which the last one must be."""
 DERIVED = ("Gemma-2-2b", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "phi-4", "pythia-160m")
 NAMES = sorted(PUBLISHED)
 
@@ -46,8 +48,9 @@ def shallow(values: dict[str, Any]) -> dict[str, Any]:
     if part in values:
         return {**values, part: shallow(values[part])}
     full = values["num_hidden_layers"]
-    cut = {key: value[:DEPTH] for key, value in values.items() if isinstance(value, list) and len(value) == full}
-    return {**values, **cut, "num_hidden_layers": min(full, DEPTH)}
+    depth = min(full, GEMMA4_DEPTH if values["model_type"].startswith("gemma4") else DEPTH)
+    cut = {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == full}
+    return {**values, **cut, "num_hidden_layers": depth}
 
 
 def their_config(values: dict[str, Any]) -> Any:
@@ -315,10 +318,13 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("mimo-7b", {"rope_theta": 10000.0}),
     ("phi-3.5-moe", {"lm_head_bias": False}),
     ("seed-oss-36b", {"attention_out_bias": True}),
+    ("gemma-4-31b-text", {"num_global_key_value_heads": 8}),
+    ("gemma-4-31b-text", {"attention_k_eq_v": False}),
+    ("gemma-4-12b-text", {"sliding_window": 512}),
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=[name for name, _ in WRONG])
+@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=[f"{name}-{next(iter(wrong))}" for name, wrong in WRONG])
 def test_a_config_that_danlu_read_otherwise_would_be_found(
     name: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

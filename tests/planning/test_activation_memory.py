@@ -77,6 +77,8 @@ MIXERS = {
     "factorized": Factorized(8, 32, ROPE, query_rank=32),
     "key reuse": Factorized(8, 32, ROPE, query_rank=48, key_reuse=True, query_norm=True),
     "sinks and gates": Heads(8, 4, 16, ROPE, sinks=True, output_gate=True),
+    "normed values": Heads(8, 8, 16, ROPE, value_norm=True),
+    "normed values that are keys": Heads(8, 8, 16, ROPE, qk_norm="head", value_norm=True, values_are_keys=True),
 }
 
 

@@ -32,6 +32,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "ernie": {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
     "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma": {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu"},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+    },
     "glm": {"model_type": "glm", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
     "glm4": {"model_type": "glm4", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
     "glm4-moe-lite": {**_EXPERTS, **_LATENT, "model_type": "glm4_moe_lite", "moe_intermediate_size": 32},
@@ -50,6 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "seed-oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
 }
+ROUNDED = {"gemma4": 1e-5}
+"""Norms behind both halves multiply what float32 rounds (3e-6 with gemma3): test_tensor.py compares in float64."""
 LAYOUTS = {
     "tensor": "{tensor: 2, sequence: true}",
     "pipeline": "{pipeline: {stages: 2, schedule: zbv}}",
@@ -79,6 +92,6 @@ def test_a_layout_of_a_family_is_one_process(
     assert report.finding is None and all(check.holds for check in report.checks), report.finding
     errors = {check.what: check.error for check in report.checks}
     assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6
-    assert errors["gradients"] < 1e-6
+    assert errors["gradients"] < ROUNDED.get(model, 1e-6)
     assert errors["saved weights, loaded"] == 0
     assert rows and all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)

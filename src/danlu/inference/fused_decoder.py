@@ -98,11 +98,12 @@ class FusedDecoder:
         for layer in model.layers.values():
             assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
             attention, mlp = layer.attention, layer.mlp
-            assert mlp.gate_proj is not None, "`_is_plain` has looked"
+            values = attention.v_proj
+            assert mlp.gate_proj is not None and values is not None, "`_is_plain` has looked"
             products = [
                 _product(packed, dtype, *linears)
                 for linears in (
-                    (attention.q_proj, attention.k_proj, attention.v_proj),
+                    (attention.q_proj, attention.k_proj, values),
                     (attention.o_proj,),
                     (mlp.gate_proj, mlp.up_proj),
                     (mlp.down_proj,),
@@ -176,7 +177,7 @@ def _is_plain(model: Decoder) -> bool:
     if config.residual_multiplier != 1.0 or config.logits_divisor != 1.0:
         return False
     kind = config.kinds[0]
-    if kind.norm_kind != "rms" or kind.parallel:
+    if kind.norm_kind != "rms" or kind.parallel or kind.scalar:
         return False
     mixer = kind.mixer
     if (
@@ -187,7 +188,7 @@ def _is_plain(model: Decoder) -> bool:
         or mixer.interleaved
     ):
         return False
-    if mixer.qk_norm == "full" or mixer.norm_behind_rope:
+    if mixer.qk_norm == "full" or mixer.norm_behind_rope or mixer.value_norm or mixer.values_are_keys:
         return False
     if model.embed_tokens.weight.device.type != "cpu" or not isinstance(model.norm, RMSNorm):
         return False

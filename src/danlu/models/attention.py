@@ -32,7 +32,7 @@ class Attention(nn.Module):
     sinks: Tensor | None
 
     recompute_points: ClassVar[RecomputePoints] = {
-        "elementwise": ("q_norm.forward", "k_norm.forward", "gated"),
+        "elementwise": ("q_norm.forward", "k_norm.forward", "normed_values", "gated"),
         "selective": ("attend_heads",),
     }
 
@@ -41,13 +41,14 @@ class Attention(nn.Module):
         width, head = config.hidden_size, spec.head_dim
         self.q_proj = Linear(width, spec.query_width, bias=spec.qkv_bias)
         self.k_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
-        self.v_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
+        self.v_proj = None if spec.values_are_keys else Linear(width, spec.kv_width, bias=spec.qkv_bias)
         self.gate_proj = Linear(width, spec.query_width, bias=False) if spec.output_gate else None
         queries, keys = spec.normed_widths
         self.q_norm = RMSNorm(queries, config) if spec.qk_norm is not None else None
         self.k_norm = RMSNorm(keys, config) if spec.qk_norm is not None else None
         self.norms_all_heads = spec.qk_norm == "full"
         self.norms_rotated = spec.norm_behind_rope
+        self.norms_values, self.eps = spec.value_norm, config.rms_norm_eps
         self.o_proj = Linear(spec.query_width, width, bias=spec.o_bias)
         self.register_module("prefix", None)
         self.layer = layer
@@ -73,26 +74,40 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
         rotation = None if self.rope is None else rotations[self.rope]
-        gates = () if self.gate_proj is None else (self.gate_proj,)
-        # [T, H*C], [T, K*C], [T, K*C], and [T, H*C] of a gate
-        q, k, v, *gate = forward_shared(x, self.q_proj, self.k_proj, self.v_proj, *gates)
-        out: Tensor = self.o_proj(self.attend_heads(q, k, v, rotation, attend, *gate))
+        others = [each for each in (self.v_proj, self.gate_proj) if each is not None]
+        # [T, H*C], [T, K*C], [T, K*C] of values that are not the keys, and [T, H*C] of a gate
+        q, k, *rest = forward_shared(x, self.q_proj, self.k_proj, *others)
+        v = None if self.v_proj is None else rest.pop(0)
+        out: Tensor = self.o_proj(self.attend_heads(q, k, v, rotation, attend, *rest))
         return out
+
+    def normed_values(self, v: Tensor) -> Tensor:
+        """Values [T, K, C], each divided by the root of its mean square."""
+        return ops.rms_norm(v, None, self.eps)
 
     def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Returns the heads' outputs times a sigmoid of the gate (arXiv:2505.06708); [T, H*C] each."""
         return mixed * torch.sigmoid(gate)
 
     def attend_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, attend: Attend, gate: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        rotation: Rotation | None,
+        attend: Attend,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """Everything between the projections: norms, rotation, attention, the gate. q, gate [T, H*C]; k, v [T, K*C] ->
-        [T, H*C]."""
+        [T, H*C]. v: None where values are keys."""
+        v = k if v is None else v
         if self.norms_all_heads:
             q, k = self._normed(q, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
         if not (self.norms_all_heads or self.norms_rotated):
             q, k = self._normed(q, k)
+        if self.norms_values:
+            v = self.normed_values(v)
         if self.interleaved:
             q, k = (ops.halves_of_pairs(x, self.interleaved) for x in (q, k))
         if rotation is not None:

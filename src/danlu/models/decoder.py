@@ -30,6 +30,7 @@ from danlu.models.modules import (
     BoundaryOp,
     Embedding,
     FeedForwardSublayer,
+    LayerScalar,
     Linear,
     RecomputePoints,
     Sublayer,
@@ -46,7 +47,8 @@ BIAS_COLUMNS = 8
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); norms may also stand behind each half, or there alone.
 
-    With a parallel residual it is x + attention(norm(x)) + mlp(norm(x)), of two norms or of one for both.
+    With a parallel residual it is x + attention(norm(x)) + mlp(norm(x)), of two norms or of one for both. The whole may
+    be multiplied by a number of the layer.
 
     The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half. Attention and MLP
     may be cut over processes, between `enter` and `leave`. Under sequence parallelism (arXiv:2205.05198) all tokens are
@@ -75,6 +77,7 @@ class Layer(nn.Module):
         self.mlp_norm = norm_of(config, spec.norm_kind) if "mlp" in before else None
         self.mlp = feed_forward_of(config, spec.feed)
         self.post_mlp_norm = norm_of(config, spec.norm_kind) if behind else None
+        self.layer_scalar = LayerScalar() if spec.scalar else None
         self.parallel, self.shares_norm = spec.parallel, spec.norms == "shared"
         self.multiplier = config.residual_multiplier
         self.register_module("after_attention", None)
@@ -97,7 +100,8 @@ class Layer(nn.Module):
             normed = source if self.mlp_norm is None else self.mlp_norm(source)
         branch = self.leave(self.mlp(self.enter(normed)))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
-        return self._join(joined, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+        joined = self._join(joined, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+        return joined if self.layer_scalar is None else self.layer_scalar(joined)
 
     def _join(self, x: Tensor, branch: Tensor) -> Tensor:
         """The residual stream behind a half."""

@@ -167,7 +167,7 @@ def _refuse_unsupported(hf: HFValues, family: Family) -> None:
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if not family.has_experts and key in hf and hf.integer(key) > 1:
             raise hf.error(key, "mixtures of experts are not supported for this family")
-    if hf.flag("use_bidirectional_attention"):
+    if hf.raw("use_bidirectional_attention") not in (None, False, "vision"):  # that of images changes no text
         raise hf.error("use_bidirectional_attention", "only causal attention is supported")
 
 
@@ -175,8 +175,6 @@ _INDEXER = "its attention is sparse: an indexer chooses which keys a query sees,
 _STATE_SPACE = "its layers are state-space models (Mamba), which danlu has no kernels for"
 _ENCODER = "it encodes text and predicts no next token"
 _ENCODER_DECODER = "it has an encoder in addition to its decoder"
-
-_GEMMA4 = "its values are normed, or are the keys themselves, and smaller models share keys and values between layers"
 
 UNSUPPORTED: dict[str, str] = {
     "bamba": _STATE_SPACE,
@@ -187,10 +185,6 @@ UNSUPPORTED: dict[str, str] = {
     "falcon_mamba": _STATE_SPACE,
     "gemma3n": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
     "gemma3n_text": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
     "glm_moe_dsa": _INDEXER,
     "jamba": _STATE_SPACE,
     "llama4": "its attention is cut into chunks, and its router scales what experts are given",

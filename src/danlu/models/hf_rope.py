@@ -15,6 +15,7 @@ from danlu.models.rope_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     QueryTemperature,
     Rope,
     RopeScaling,
@@ -23,7 +24,15 @@ from danlu.models.rope_config import (
 )
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling)
+    scaling.kind: scaling
+    for scaling in (
+        DynamicScaling,
+        LinearScaling,
+        Llama3Scaling,
+        LongRopeScaling,
+        ProportionalScaling,
+        YarnScaling,
+    )
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
@@ -70,9 +79,11 @@ def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
 
 
 def read_ropes_by_type(
-    values: HFValues, head_dim: int, rules: RopeRules, *, local_theta: tuple[str, float]
+    values: HFValues, head_dim: int | Mapping[str, int], rules: RopeRules, *, local_theta: tuple[str, float]
 ) -> dict[str, Rope]:
     """Returns the rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
+
+    head_dim: of all layers, or of the layers of each type.
 
     They are in `rope_parameters`, by type (transformers 5); or, as transformers 4 wrote them, `rope_theta` and
     `rope_scaling` belong to `full_attention`, and `sliding_attention` has only a theta. Where a config has both forms,
@@ -94,7 +105,8 @@ def read_ropes_by_type(
             raise rope.error(
                 "truncate", "transformers does not apply it in a family that may rotate layers differently"
             )
-        ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where), None)
+        width = head_dim if isinstance(head_dim, int) else head_dim[layer_type]
+        ropes[layer_type] = _read(values, rope, width, of_type, (theta_key, where), None)
     return ropes
 
 
@@ -116,11 +128,11 @@ def _read(
         theta = rope.number("rope_theta")
     else:
         theta = values.number(theta_key) if theta_key in values else rules.theta
-    share = _read_share(values, rope, head_dim, rules)
-    if theta <= 1 or not 0 < share <= 1:
-        raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     kind = rope.text("rope_type") if "rope_type" in rope else rope.text("type") if "type" in rope else "default"
     kind = dict(rules.aliases).get(kind, kind)
+    share = 1.0 if kind == ProportionalScaling.kind else _read_share(values, rope, head_dim, rules)
+    if theta <= 1 or not 0 < share <= 1:
+        raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise ModelError(

@@ -11,7 +11,8 @@ matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
 embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
 embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
                                there would start with logits of std sqrt(D)
-norms                          scale one (Gemma stores zero, the difference from one)
+norms, scalars of layers       scale one (Gemma stores zero, the difference from one)
+norms of q and k, factor one   C^(-1/4): scores start as if divided by sqrt(C), where they are not (Gemma 4)
 biases                         zero, and the gate of key reuse (arXiv:2412.19255)
 convolutions over time         uniform, up to 1 / sqrt(tokens they see)
 decay of linear attention      A uniform from 0 to 16; softplus(dt_bias) log-uniform from 0.001 to 0.1
@@ -33,6 +34,7 @@ from torch import Tensor
 from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, is_stacked
 from danlu.models.decoder import Decoder
+from danlu.models.mixer_spec import Heads
 
 _WRITE_TO_STREAM = ("o_proj", "down_proj")
 _READ_A_LATENT = ("q_b_proj", "kv_b_proj", "key_reuse")
@@ -56,11 +58,13 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
     if module.endswith("conv1d") or kind in ("A_log", "dt_bias"):
         uniform = torch.rand(box.global_shape, generator=named_generator(seed, name))
         return box.view_of(_of_linear_attention(kind, uniform))
-    if module == "o_norm":  # of what linear attention says: its weight is no difference from the model's offset
+    # Neither a layer's scalar nor the norm of what linear attention says is a difference from the model's offset.
+    if module in ("o_norm", "layer_scalar"):
         return torch.ones(box.sizes)
     std = _initial_std(config, name, box.global_shape[-1])
     if std is None:
-        return torch.full(box.sizes, 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
+        is_norm = name.endswith("norm.weight")
+        return torch.full(box.sizes, _norm_scale(config, name) - config.norm_offset if is_norm else 0.0)
     if not is_stacked(name):
         return box.view_of(torch.empty(box.global_shape).normal_(std=std, generator=named_generator(seed, name)))
     values = torch.empty(box.sizes)
@@ -69,6 +73,15 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
         matrix.normal_(std=std, generator=named_generator(seed, f"{name}[{expert}]"))
         values[index] = matrix[box.slices[1:]]
     return values
+
+
+def _norm_scale(config: ModelConfig, name: str) -> float:
+    """The first scale of a norm. Scores of normed queries and keys that nothing divides would leave all but the largest
+    without a weight, and multiply what is rounded.
+    """
+    *_, number, _, norm, _ = ("", "", *name.split("."))
+    mixer = config.layers[int(number)].mixer if norm in ("q_norm", "k_norm") else None
+    return mixer.head_dim**-0.25 if isinstance(mixer, Heads) and mixer.scale == 1.0 else 1.0
 
 
 def _of_linear_attention(kind: str, uniform: Tensor) -> Tensor:
@@ -92,7 +105,7 @@ def _initial_std(config: ModelConfig, name: str, inputs: int) -> float | None:
     ones.
     """
     module, kind = name.split(".")[-2:]
-    if kind in _START_AT_ZERO or module.endswith("norm"):
+    if kind in _START_AT_ZERO or module.endswith("norm") or module == "layer_scalar":
         return None
     if module in _READ_A_LATENT:
         return math.sqrt(2 / (5 * inputs))

@@ -221,6 +221,8 @@ class LayerSpec:
     """Whether both halves read the layer's input, and their outputs join the residual stream together (GPT-J's
     parallel residual), in place of one half after the other.
     """
+    scalar: bool = False
+    """Whether the layer's output is multiplied by a number of its own, which is not trained (Gemma 4)."""
 
     def __post_init__(self) -> None:
         assert self.parallel or self.norms != "shared", "halves that follow each other read different inputs"
@@ -232,7 +234,7 @@ class LayerSpec:
             shapes |= norm_shapes(f"{name}_norm", width, self.norm_kind) if name in self.normed_before else {}
             shapes |= {f"{name}.{part}": shape for part, shape in half.parameter_shapes(width).items()}
             shapes |= norm_shapes(f"post_{name}_norm", width, self.norm_kind) if self.normed_behind else {}
-        return shapes
+        return shapes | ({"layer_scalar.weight": (1,)} if self.scalar else {})
 
     @property
     def normed_before(self) -> tuple[str, ...]:
@@ -284,7 +286,7 @@ class LayerSpec:
                 continue
             values: dict[str, Any] = vars(own)
             names += [f"{half}.{name}" for name, value in values.items() if getattr(others, name) != value]
-        of_layer = ("norms", "norm_kind", "parallel")
+        of_layer = ("norms", "norm_kind", "parallel", "scalar")
         return names + [name for name in of_layer if getattr(self, name) != getattr(other, name)]
 
 

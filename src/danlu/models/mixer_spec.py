@@ -83,6 +83,10 @@ class Heads:
     """Whether neighbouring features of a head make a rotated pair, as GLM and Cohere store them; else halves of what is
     rotated do.
     """
+    value_norm: bool = False
+    """Whether the value of each head is normed, by an RMSNorm without a weight (Gemma 4)."""
+    values_are_keys: bool = False
+    """Whether the value of a head is its key before norm and rotation: there is no v_proj (Gemma 4)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -128,7 +132,7 @@ class Heads:
         shapes: Shapes = {"sinks": (self.heads,)} if self.sinks else {}  # first, for it is in no module
         shapes |= linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
         shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
-        shapes |= linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
+        shapes |= {} if self.values_are_keys else linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("gate_proj", self.query_width, width, False) if self.output_gate else {}
         if self.qk_norm is not None:
             queries, keys = self.normed_widths
@@ -144,16 +148,18 @@ class Heads:
         queries, keys = self.query_width / tensor, self.kv_width / min(tensor, self.kv_heads)
         # The gate and its product with what heads say, which is recomputed.
         gate = queries if self.output_gate else 0
+        raw = keys if self.value_norm else 0  # the value before its norm
         return {
-            "none": 2 * queries + 2 * keys + 3 * gate,
+            "none": 2 * queries + 2 * keys + 3 * gate + raw,
             "elementwise": 2 * queries + 2 * keys + gate,
-            "selective": queries + 2 * keys + gate,
+            "selective": queries + (1 if self.values_are_keys else 2) * keys + gate,
         }
 
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes, by heads; norms of single heads are whole."""
-        roles: dict[str, Role] = {"q_proj": "column", "k_proj": "grouped", "v_proj": "grouped"}
+        roles: dict[str, Role] = {"q_proj": "column", "k_proj": "grouped"}
+        roles |= {} if self.values_are_keys else {"v_proj": "grouped"}
         roles |= {"gate_proj": "column"} if self.output_gate else {}
         roles["o_proj"] = "row"
         norms = {"q_norm": "q_proj", "k_norm": "k_proj"} if self.qk_norm == "full" else {}

@@ -249,6 +249,17 @@ def norm_of(config: ModelConfig, kind: NormKind) -> RMSNorm | LayerNorm:
     return LayerNorm(config.hidden_size, config.rms_norm_eps, bias=kind == "layer-bias")
 
 
+class LayerScalar(nn.Module):
+    """x times a number, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
+
+
 class Embedding(nn.Module):
     """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
 

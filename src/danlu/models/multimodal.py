@@ -48,10 +48,20 @@ class Multimodal:
     transposed_experts: bool = False
     """Whether matrices of these tensors are [inputs, outputs] in published folders. transformers 5 reads that by their
     shapes, and writes [outputs, inputs]."""
+    image_keys: tuple[str, ...] = ()
+    """Keys of its text_config that change the numbers of images alone: a result has them as they were."""
     may_be_flat: bool = False
     """Whether published files have the language part's keys next to vision_config, and no text_config."""
 
 
+_GEMMA4_SIZES = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "tie_word_embeddings": True,
+}
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal(
         {"gemma3_text": "gemma3_text"},
@@ -64,6 +74,10 @@ MULTIMODAL: dict[str, Multimodal] = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
         },
+    ),
+    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _GEMMA4_SIZES, image_keys=("use_bidirectional_attention",)),
+    "gemma4_unified": Multimodal(
+        {"gemma4_unified_text": "gemma4_unified_text"}, _GEMMA4_SIZES, image_keys=("use_bidirectional_attention",)
     ),
     "mistral3": Multimodal({"mistral": "mistral", "ministral3": "ministral3"}, {"tie_word_embeddings": True}),
     "qwen2_5_vl": Multimodal(
@@ -178,6 +192,7 @@ def with_text_values(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[
     inner["model_type"] = next(each for each, family in types.items() if family == text["model_type"])
     if inner["model_type"] != text["model_type"] and (axes := _image_axes(before)):
         inner["rope_scaling"] = {"rope_type": "default", **inner.get("rope_scaling", {}), **axes}
+    inner |= {key: before[key] for key in MULTIMODAL[outer["model_type"]].image_keys if key in before}
     given = {key: text[key] for key in _OUTER_KEYS if key == "tie_word_embeddings" or outer.get(key) is not None}
     dtype_key = "torch_dtype" if "torch_dtype" in outer else "dtype"
     kept = {key: value for key, value in outer.items() if key != "quantization_config"}

@@ -208,9 +208,12 @@ class _HalfEmbedding(torch.autograd.Function):
         return None, sums.to(grad.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, shard: NormShard | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, shard: NormShard | None = None
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis, statistics in float32 (arXiv:1910.07467).
 
+    weight: None for rows that are normed and no more.
     offset: 1 for Gemma, where weights are stored as differences from one (and multiplied in float32). shard: where x
     and weight are a part of rows that are normed as a whole; the mean is over all of them then, forward and backward.
     """
@@ -221,7 +224,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, shar
 
 
 def _normalise(
-    x: Tensor, weight: Tensor, eps: float, offset: float, shard: NormShard | None = None
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, shard: NormShard | None = None
 ) -> tuple[Tensor, Tensor]:
     """The normed rows in x's dtype, and one over the root of each row's mean square, [T, 1] float32 or wider."""
     is_half = x.dtype in (torch.bfloat16, torch.float16)
@@ -234,8 +237,8 @@ def _normalise(
     inverse = torch.rsqrt(mean + eps)
     normed = wide.mul_(inverse) if is_half else wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
-    scale = weight.to(wide.dtype) + offset if offset else weight
-    y = normed * scale
+    scale = weight.to(wide.dtype) + offset if weight is not None and offset else weight
+    y = normed if scale is None else normed * scale
     return y if y.dtype == x.dtype else y.to(x.dtype), inverse  # no cast for nothing: see `_SwiGLU`
 
 
@@ -243,7 +246,9 @@ class _RmsNorm(torch.autograd.Function):
     """RMSNorm that saves x and a number a row; autograd over the formula saves three float32 copies of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, shard: NormShard | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, shard: NormShard | None
+    ) -> Tensor:
         y, inverse = _normalise(x, weight, eps, offset, shard)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset, ctx.shard = offset, shard
@@ -252,8 +257,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
-        scale = weight.to(inverse.dtype)
-        scale = scale + ctx.offset if ctx.offset else scale
+        scale = None if weight is None else weight.to(inverse.dtype)
+        scale = scale + ctx.offset if scale is not None and ctx.offset else scale
         wide_grad = grad.to(inverse.dtype)
         normed = x.to(inverse.dtype) * inverse
         product = wide_grad * normed
@@ -263,11 +268,12 @@ class _RmsNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None, None, None
         # The derivative of x r(x) w by x: r (w g - n mean(w g n)), with n = x r the normed row.
-        sums, shard = torch.mv(product.reshape(-1, product.shape[-1]), scale), ctx.shard  # [T]
+        rows, shard = product.reshape(-1, product.shape[-1]), ctx.shard
+        sums = rows.sum(-1) if scale is None else torch.mv(rows, scale)  # [T]
         # Each process that has a feature has a part of its gradient: all parts add up to the sum, which
         # goes into the squares of one copy.
         mean = sums / product.shape[-1] if shard is None else shard.group.sum(sums) / (shard.width * shard.copies)
-        wide_grad = wide_grad * scale
+        wide_grad = wide_grad.clone() if scale is None else wide_grad * scale  # it may be `grad`, and is written to
         grad_x = wide_grad.addcmul_(normed, mean.reshape(inverse.shape), value=-1).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight, None, None, None
 

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from danlu.models.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 
 
 class Rotation(NamedTuple):
@@ -111,6 +119,10 @@ def inverse_frequencies(rope: Rope, lengths: Tensor | None = None, *, device: to
             return _yarn(rope.theta**exponents, rope, scaling)
         case LongRopeScaling() as scaling:
             return _longrope(rope.theta**exponents, scaling, lengths)
+        case ProportionalScaling(partial_rotary_factor=share, factor=factor):
+            frequencies = 1.0 / rope.theta**exponents / factor
+            frequencies[int(share * width // 2) :] = 0.0
+            return frequencies
         case None:
             return 1.0 / rope.theta**exponents
 

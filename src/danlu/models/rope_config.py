@@ -124,6 +124,22 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first pairs of a head turn, at the frequencies that they have where all of them do (Gemma 4)."""
+
+    kind: ClassVar[str] = "proportional"
+
+    partial_rotary_factor: float = 1.0
+    """The share of pairs that turn; the others keep the features they have."""
+    factor: float = 1.0
+    """All frequencies are divided by this."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.partial_rotary_factor <= 1:
+            raise ModelError(f"proportional: partial_rotary_factor {self.partial_rotary_factor:g} must be in [0, 1]")
+
+
+@dataclass(frozen=True)
 class QueryTemperature:
     """Queries far into a document are made longer: times 1 + beta ln(1 + floor(position / length)) (Llama 4)."""
 
@@ -131,7 +147,7 @@ class QueryTemperature:
     length: int
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 def ntk_theta(theta: float, dim: int, factor: float) -> float:

@@ -49,7 +49,7 @@ def proxy_config(
     """
     tensor = layout.tensor
     large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
-    mixers = [_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large]
+    mixers = _with_equal_heads([_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large])
     unit = BLOCK * tensor if quantized else 8
     splits_width = FAMILIES[config.family].heads_split_width
     step = math.lcm(unit, mixers[0].query_width) if splits_width else unit
@@ -166,6 +166,12 @@ def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
             )
 
 
+def _with_equal_heads(mixers: list[Mixer]) -> list[Mixer]:
+    """The mixers with as many query heads in all layers, as a config.json has one number of them: key heads may differ."""
+    count = math.lcm(*(mixer.heads for mixer in mixers if isinstance(mixer, Heads)))
+    return [replace(mixer, heads=count) if isinstance(mixer, Heads) else mixer for mixer in mixers]
+
+
 def _narrow_head(share: float, *, quantized: bool) -> int:
     """A width of heads of which that share, when it is rotated, is an even number of features."""
     return next(
@@ -197,9 +203,16 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
         kv_heads=kv_heads,
         head_dim=head_dim,
         rope=None if large.rope is None else _small_rope(large.rope, int(head_dim * share)),
-        scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
+        scale=_small_scale(large, head_dim),
         window=None if large.window is None else WINDOW,
     )
+
+
+def _small_scale(large: Heads, head_dim: int) -> float | None:
+    """The factor of q·k of narrower heads; 1, where norms of queries and keys stand for a factor, is that of all."""
+    if large.scale is None or large.scale == 1.0:
+        return large.scale
+    return _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim))
 
 
 def _splitting(mixer: Mixer, width: int) -> Mixer:
@@ -272,9 +285,10 @@ def _with_remainder(size: int, small: int, degree: int) -> int:
 
 
 def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec, ...]:
-    """Selects `count` layers: the first ones, or, where those lack a kind that others have, layers spread over all."""
+    """Selects `count` layers: the first ones and the last, or, where those lack a kind that others have, layers spread
+    over all."""
     count = min(count, len(layers))
-    first = layers[:count]
+    first = (*layers[: count - 1], layers[-1])
     if len(set(first)) == len(set(layers)):
         return first
     return tuple(layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count))

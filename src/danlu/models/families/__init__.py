@@ -23,6 +23,7 @@ _FILES: Final = {
     "ernie": ("ernie4_5",),
     "exaone": ("exaone4",),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
+    "gemma4": ("gemma4_text", "gemma4_unified_text"),
     "glm": ("glm", "glm4", "glm4_moe", "glm4_moe_lite"),
     "gpt_neox": ("gpt_neox",),
     "gpt_oss": ("gpt_oss",),

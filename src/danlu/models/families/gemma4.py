@@ -1,0 +1,185 @@
+"""Gemma 4's language part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from danlu.models.config import ModelConfig
+from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.gemma import GEMMA_MODULES
+from danlu.models.families.layer_keys import (
+    HF_ACTIVATIONS,
+    activation_of,
+    attention_biases,
+    layer_types_of,
+    one_window,
+    ropes_by_type,
+    windows_by_type,
+)
+from danlu.models.hf_rope import RopeRules, read_ropes_by_type, write_rope_parameters
+from danlu.models.hf_values import HFValues
+from danlu.models.layer_spec import LayerSpec
+from danlu.models.mixer_spec import Heads
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_PATTERN = 6
+"""Every layer of this number sees everything, where a config.json does not say which ones do."""
+_ROPE = RopeRules(("linear", "llama3", "proportional", "yarn"))
+_ROPES: dict[str, Any] = {
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_OF_LAYER = ("head_dim", "num_key_value_heads")
+"""The keys that `per_layer_config` may have."""
+
+
+def read_gemma4(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    _refuse_parts(hf)
+    window = hf.integer("sliding_window")
+    pattern = [window if (layer + 1) % _PATTERN and layer + 1 < layers else None for layer in range(layers)]
+    windows = windows_by_type(hf, layers, absent=pattern)
+    if windows[-1] is not None:
+        raise hf.error("layer_types", f"transformers makes the last layer {_FULL}, whatever is given: say so")
+    mixer = replace(plain.attention, scale=1.0, qk_norm="head", value_norm=True, **attention_biases(hf))
+    heads = {_SLIDING: mixer, _FULL: _full_heads(hf, mixer, windows)}
+    ropes = _read_ropes(hf, {kind: each.head_dim for kind, each in heads.items()})
+    feed = replace(plain.feed, activation=activation_of(hf, "hidden_activation"))
+    of_window = {
+        window: replace(
+            plain,
+            mixer=replace(heads[kind := _SLIDING if window else _FULL], window=window, rope=ropes[kind]),
+            feed=feed,
+            norms="sandwich",
+            scalar=True,
+        )
+        for window in dict.fromkeys(windows)
+    }
+    return {
+        "layers": tuple(of_window[window] for window in windows),
+        "embedding_multiplier": hf.integer("hidden_size") ** 0.5,
+        "final_softcap": hf.optional_number("final_logit_softcapping"),
+    }
+
+
+def write_gemma4(config: ModelConfig) -> dict[str, Any]:
+    full = next(layer.attention for layer in config.layers if layer.mixer.window is None)
+    sliding = next((layer.attention for layer in config.layers if layer.mixer.window is not None), full)
+    ropes = zip((_FULL, _SLIDING), ropes_by_type(config), (full.head_dim, sliding.head_dim), strict=True)
+    return {
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            kind: _ROPES[kind] if rope is None else write_rope_parameters(rope, width) for kind, rope, width in ropes
+        },
+        "attention_bias": full.qkv_bias,
+        "attention_k_eq_v": full.values_are_keys,
+        "head_dim": sliding.head_dim,
+        "num_key_value_heads": sliding.kv_heads,
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.kv_heads if full.values_are_keys else None,
+        "hidden_activation": HF_ACTIVATIONS[config.layers[0].feed.activation],
+        "sliding_window": one_window(config) or _DEFAULTS["sliding_window"],
+        "layer_types": layer_types_of(config),
+        "final_logit_softcapping": config.final_softcap,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+    }
+
+
+def _refuse_parts(hf: HFValues) -> None:
+    if hf.optional_integer("hidden_size_per_layer_input"):
+        raise hf.error(
+            "hidden_size_per_layer_input", "embeddings of each layer, as Gemma 4 E2B and E4B have, are not supported"
+        )
+    if hf.optional_integer("num_kv_shared_layers"):
+        raise hf.error("num_kv_shared_layers", "keys and values that layers share are not supported")
+    if hf.flag("enable_moe_block"):
+        raise hf.error("enable_moe_block", "experts next to a dense network, as Gemma 4 26B has, are not supported")
+    for key in ("rope_theta", "rope_scaling"):
+        if key in hf:
+            raise hf.error(key, "transformers does not read it for this family; say it in rope_parameters")
+
+
+def _full_heads(hf: HFValues, sliding: Heads, windows: tuple[int | None, ...]) -> Heads:
+    """The heads of layers that see everything. sliding: of the others."""
+    keys_are_values = hf.flag("attention_k_eq_v")
+    if "per_layer_config" in hf:
+        own = _of_layers(hf, windows)
+        head_dim, kv_heads = own.get("head_dim", sliding.head_dim), own.get("num_key_value_heads", sliding.kv_heads)
+    else:
+        head_dim = hf.integer("global_head_dim")
+        given = hf.optional_integer("num_global_key_value_heads") if keys_are_values else None
+        kv_heads = sliding.kv_heads if given is None else given
+    # Its rotation may not fit the other width.
+    return replace(sliding, head_dim=head_dim, kv_heads=kv_heads, values_are_keys=keys_are_values)
+
+
+def _of_layers(hf: HFValues, windows: tuple[int | None, ...]) -> Mapping[str, int]:
+    """What `per_layer_config` says of the layers that see everything: transformers 5.23 writes it in place of
+    `global_head_dim` and `num_global_key_value_heads`.
+    """
+    by_layer = hf.section("per_layer_config")
+    of_window: dict[bool, list[Any]] = {True: [], False: []}
+    for layer, window in enumerate(windows):
+        of_window[window is not None].append(by_layer.get(str(layer), {}))
+    own = of_window[False][0]
+    fits = isinstance(own, dict) and own.keys() <= set(_OF_LAYER) and all(type(size) is int for size in own.values())
+    if any(of_window[True]) or any(each != own for each in of_window[False]) or not fits:
+        raise hf.error(
+            "per_layer_config",
+            f"only {' and '.join(_OF_LAYER)} of layers that see everything may be given, the same for all of them",
+        )
+    return dict(own)
+
+
+def _read_ropes(hf: HFValues, head_dims: Mapping[str, int]) -> Mapping[str, Any]:
+    if not hf.section("rope_parameters"):  # null
+        hf = HFValues({"rope_parameters": _ROPES}, {key: hf.raw(key) for key in hf.keys()}, hf.where)  # noqa: SIM118
+    return read_ropes_by_type(hf, head_dims, _ROPE, local_theta=("rope_theta", 10_000.0))
+
+
+_DEFAULTS: dict[str, Any] = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "rope_parameters": _ROPES,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+}
+
+FAMILIES: dict[str, Family] = {
+    "gemma4_text": Family(
+        architecture="Gemma4",
+        architectures=GENERATION_ONLY,
+        read=read_gemma4,
+        write=write_gemma4,
+        modules={**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"},
+        rope=_ROPE,
+        ropes_differ=True,
+        defaults=_DEFAULTS,
+    ),
+    "gemma4_unified_text": Family(
+        architecture="Gemma4Unified",
+        architectures=GENERATION_ONLY,
+        read=read_gemma4,
+        write=write_gemma4,
+        modules={**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"},
+        rope=_ROPE,
+        ropes_differ=True,
+        defaults={
+            **_DEFAULTS,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+        },
+    ),
+}
