@@ -286,6 +286,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="never_trained",
     ),
     Mutation("models/attention.py", "if self.norms_rotated:", "if False:", "models/test_families.py", "hunyuan"),
+    Mutation("models/attention.py", "if self.norms_values:", "if False:", "models/test_families.py", "gemma4"),
+    Mutation(
+        "inference/fused_decoder.py",
+        " or mixer.value_norm or mixer.values_are_keys",
+        "",
+        "inference/test_fused_decoder.py",
+        "left_to_the_modules",
+    ),
+    Mutation("models/rope.py", "frequencies[int(share * width // 2) :] = 0.0", "", "models/test_families.py", "gemma4"),
+    Mutation(
+        "models/multimodal.py", ".image_keys if key in before", ".image_keys if False", "models/test_multimodal.py"
+    ),
     Mutation(
         "inference/fused_decoder.py",
         " or mixer.norm_behind_rope",

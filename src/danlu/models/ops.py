@@ -237,8 +237,11 @@ def _normalise(
     inverse = torch.rsqrt(mean + eps)
     normed = wide.mul_(inverse) if is_half else wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
-    scale = weight.to(wide.dtype) + offset if weight is not None and offset else weight
-    y = normed if scale is None else normed * scale
+    if weight is None:
+        y = normed
+    else:
+        scale = weight.to(wide.dtype) + offset if offset else weight
+        y = normed * scale
     return y if y.dtype == x.dtype else y.to(x.dtype), inverse  # no cast for nothing: see `_SwiGLU`
 
 

@@ -167,7 +167,9 @@ def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
 
 
 def _with_equal_heads(mixers: list[Mixer]) -> list[Mixer]:
-    """The mixers with as many query heads in all layers, as a config.json has one number of them: key heads may differ."""
+    """The mixers with as many query heads in all layers, for a config.json has one number of them; key heads may
+    differ.
+    """
     count = math.lcm(*(mixer.heads for mixer in mixers if isinstance(mixer, Heads)))
     return [replace(mixer, heads=count) if isinstance(mixer, Heads) else mixer for mixer in mixers]
 

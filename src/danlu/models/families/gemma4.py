@@ -113,13 +113,12 @@ def _full_heads(hf: HFValues, sliding: Heads, windows: tuple[int | None, ...]) -
         head_dim = hf.integer("global_head_dim")
         given = hf.optional_integer("num_global_key_value_heads") if keys_are_values else None
         kv_heads = sliding.kv_heads if given is None else given
-    # Its rotation may not fit the other width.
     return replace(sliding, head_dim=head_dim, kv_heads=kv_heads, values_are_keys=keys_are_values)
 
 
 def _of_layers(hf: HFValues, windows: tuple[int | None, ...]) -> Mapping[str, int]:
-    """What `per_layer_config` says of the layers that see everything: transformers 5.23 writes it in place of
-    `global_head_dim` and `num_global_key_value_heads`.
+    """Returns the entry of `per_layer_config` for the layers that see everything, which transformers 5.23 writes in
+    place of `global_head_dim` and `num_global_key_value_heads`.
     """
     by_layer = hf.section("per_layer_config")
     of_window: dict[bool, list[Any]] = {True: [], False: []}
