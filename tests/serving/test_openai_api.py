@@ -148,10 +148,12 @@ IMAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "im
             "tool_choice",
             "tool_choice: 'look' needs a tool to call, and there",
         ),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "tools[0]: a tool is {"),
+        ({"tools": [TOOL, {"type": "custom", **CALL_LOOK["function"]}]}, "tools[1]", "tools[1]: a tool is {"),  # type: ignore[dict-item]
         (
-            {"tool_choice": "required", "tools": [{"type": "function"}]},
-            "tools",
-            "tools: number 0 has no function with a",
+            {"tool_choice": "required", "tools": [{"function": {"name": "a", "parameters": 7}}]},
+            "tools[0]",
+            "tools[0]: parameters of a function are a JSON schema",
         ),
         ({"response_format": {"type": "json"}}, "response_format.type", "response_format.type: input should be 'text'"),
         (

@@ -111,6 +111,12 @@ def test_a_response_in_a_form(client: OpenAI) -> None:
         ({"input": "a", "tool_choice": {"type": "allowed_tools"}}, "tool_choice: give auto, none, required"),
         ({"input": "a", "background": True}, "background: no parameter of this server"),
         ({"input": "a", "temperature": -1}, "temperature: -1"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format: schema: belongs to"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"enum": []}}}},
+            "text.format: the grammar cannot be followed",
+        ),
+        ({"input": "a " * 200, "max_output_tokens": 9}, "input: has 2.* tokens, but the model sees"),
     ],
 )
 def test_what_is_refused(client: OpenAI, values: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from danlu.inference.request import SamplingOptions
 from danlu.recipe.messages import format_value
 from danlu.serving.structured_outputs import StructuredBody
 from danlu.serving.template_options import TemplateBody
-from danlu.serving.tool_choice import ToolsBody
+from danlu.serving.tool_choice import Tool, ToolsBody
 
 MAX_SAMPLES = 128
 """The most answers of one prompt, as with OpenAI."""
@@ -391,7 +391,7 @@ class TokenizeBody(TemplateBody, Body):
 
     prompt: str | None = None
     messages: list[Message] = []
-    tools: list[dict[str, Any]] = []
+    tools: list[Tool] = []
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -80,13 +81,32 @@ class Responses:
             if body.store:
                 self._stored.put(response_id, [*earlier, *body.input, *output])
 
-        return await self._api.answer_chat(request, _chat(body, earlier), partial(ResponsesWriter, body, keep))
+        with _own_names():
+            return await self._api.answer_chat(request, _chat(body, earlier), partial(ResponsesWriter, body, keep))
 
     async def input_tokens(self, request: Request) -> Response:
         body = await read_request(ConversationBody, request)
-        chat = _chat(body, self._stored.find(body.previous_response_id))
-        prompt = await self._api.encode_chat(self._api.models.find(chat.model), chat)
+        earlier = self._stored.find(body.previous_response_id)
+        with _own_names():
+            chat = _chat(body, earlier)
+            prompt = await self._api.encode_chat(self._api.models.find(chat.model), chat)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+_OWN_NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+"""The parameters that chat completions have under another name."""
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors name the parameters of this endpoint."""
+    try:
+        yield
+    except ApiError as error:
+        own = _OWN_NAMES.get(error.param or "")
+        if own is not None:
+            error.message, error.param = error.message.replace(f"{error.param}:", f"{own}:", 1), own
+        raise
 
 
 def _chat(body: ConversationBody, earlier: Sequence[Any]) -> ChatBody:

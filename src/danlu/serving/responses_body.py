@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from danlu.recipe.messages import format_value
 from danlu.serving.openai_api import ApiError, Body, Positive
@@ -119,6 +119,12 @@ class TextFormat(Body):
     description: str | None = None
     of_answer: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.of_answer is not None):
+            raise ValueError("schema: belongs to type: json_schema, and only there")
+        return self
 
     @property
     def response_format(self) -> dict[str, Any]:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, model_validator
+from pydantic import AfterValidator, BaseModel, model_validator
 
 from danlu.recipe.messages import format_value
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what is no function, or has parameters that are no JSON schema."""
+    if tool.get("type", "function") != "function" or _function_name(tool) is None:
+        raise ValueError('a tool is {"type": "function", "function": {"name": ..}}, and there are no others')
+    if not isinstance(tool["function"].get("parameters", {}), dict | None):
+        raise ValueError("parameters of a function are a JSON schema, an object")
+    return tool
+
+
+Tool = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 
 
 class ToolsBody(BaseModel):
     """Tools as OpenAI has them."""
 
-    tools: list[dict[str, Any]] = []
+    tools: list[Tool] = []
     tool_choice: Any = "auto"
     """auto, none, required, or {"type": "function", "function": {"name": the only one}}."""
     parallel_tool_calls: bool = True
@@ -24,11 +36,9 @@ class ToolsBody(BaseModel):
             return self
         if self.tool_choice != "required" and self._only_tool is None:
             raise ValueError('tool_choice: give auto, none, required or {"type": "function", "function": {"name": ..}}')
-        names = [_function_name(tool) for tool in self.tools]
-        if None in names:
-            raise ValueError(f"tools: number {names.index(None)} has no function with a name, as tool_choice needs it")
         if not self.forced_tools:
-            there = f"there are {', '.join(map(str, names))}" if names else "there are none"
+            names = [str(_function_name(tool)) for tool in self.tools]
+            there = f"there are {', '.join(names)}" if names else "there are none"
             asked = self._only_tool or self.tool_choice
             raise ValueError(f"tool_choice: {format_value(asked)} needs a tool to call, and {there} in tools")
         return self
