@@ -341,7 +341,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cohere2",
     ),
     Mutation(
-        "models/families/cohere.py", "if (layer + 1) % every", "if layer % every", "models/test_families.py", "cohere2"
+        "models/families/cohere.py",
+        "if (layer + 1) % every",
+        "if layer % every",
+        "models/test_published_configs.py",
+        "command",
     ),
     Mutation(
         "models/families/glm.py",
