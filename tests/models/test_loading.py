@@ -168,3 +168,15 @@ def test_a_folder_of_a_model_without_its_head_has_names_without_a_prefix(tmp_pat
         return
     for name, parameter in load(tmp_path / "bare").named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
+
+
+def test_a_model_that_classifies_leaves_out_the_head_and_its_bias(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    save(tiny_model(model_type="phimoe", num_local_experts=3, lm_head_bias=True), folder)
+    whole = load(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["architectures"] = ["PhimoeForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(values))
+    classifier = load(folder)
+    names = {name for name, _ in whole.named_parameters()} - {name for name, _ in classifier.named_parameters()}
+    assert names == {"lm_head.weight", "lm_head.bias"}

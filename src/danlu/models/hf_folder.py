@@ -28,6 +28,7 @@ from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import (
     EMBEDDING,
     HEAD,
+    HEAD_BIAS,
     IGNORED,
     SCORE,
     SCORE_BIAS,
@@ -337,7 +338,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
             problems.append(f"{tensor.name} in {location.file.name}: expected floating point, found {location.dtype}")
     may_hold = names | ({head} if config.tie_word_embeddings else set())
     if config.task != "causal-lm":  # its own head is read by `models.score_head`
-        may_hold |= {head, SCORE, SCORE_BIAS}
+        may_hold |= {head, hf_name(HEAD_BIAS, config), SCORE, SCORE_BIAS}
     for name, location in stored.items():
         is_constant = any(name == weight or name.startswith(f"{weight}.") for weight in four_bit)
         if name not in may_hold and not is_constant and not IGNORED.search(name):
