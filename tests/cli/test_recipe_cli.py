@@ -167,7 +167,10 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 def test_explain_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "flash", "attention"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("'flash_attention' is a key of another tool: danlu does it by itself: The fastest")
     assert "keys of other tools\n  flash_attention" in shown and "documentation\n  docs/parallel.md, " in shown
+    assert main(["explain", "long", "context"]) == 0
+    assert capsys.readouterr().out.startswith("long_context\nTrain at more tokens")
     assert main(["explain", "rank"]) == 0
     assert capsys.readouterr().out.startswith("keys of the recipe\n  adapter.rank ")
     assert main(["explain", "zyzzyva", "quokka"]) == 2

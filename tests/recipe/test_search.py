@@ -22,11 +22,61 @@ def names(matches: list[Match]) -> list[str]:
         ("batch size", ["batch.micro"]),
         ("gradient checkpointing", ["memory.recompute.kind"]),
         ("early stopping patience", ["evaluation.early_stop.patience"]),
-        ("muon", ["optimizer"]),
+        ("muon", ["optimizer.kind", "optimizer"]),
     ],
 )
 def test_keys(query: str, first: list[str]) -> None:
     assert names(search_keys(query))[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ("out of memory", "memory"),
+        ("mask", "data.train_on"),
+        ("epochs", "epochs"),
+        ("eos", "data.append_eos"),
+        ("padding", "data.packing.kind"),
+        ("chat template", "model.chat_template"),
+        ("wandb", "log.wandb"),
+        ("lora rank", "adapter.rank"),
+        ("quantization", "quantization"),
+        ("vllm", "rollout.engine"),
+        ("context length", "data.max_length"),
+        ("mixed precision", "precision"),
+        ("deepspeed", "parallel.shard"),
+        ("fsdp", "parallel.shard"),
+        ("kl", "objective.kl"),
+        ("temperature", "rollout.temperature"),
+        ("warmup", "schedule.warmup"),
+        ("gradient accumulation", "batch.sequences"),
+        ("tensor parallel", "parallel.tensor"),
+        ("reward function", "rewards"),
+        ("early stopping", "evaluation.early_stop.patience"),
+        ("best checkpoint", "checkpoint.keep_best"),
+        ("evaluation steps", "evaluation.every"),
+        ("reference model", "reference.model"),
+        ("beta", "objective.beta"),
+        ("clip gradient", "gradient_clipping"),
+        ("new tokens", "model.tokens"),
+        ("number of generations", "rollout.samples"),
+        ("group size", "rollout.samples"),
+        ("validation split", "data.eval"),
+        ("system prompt", "data.system"),
+        ("cpu offload", "memory.offload"),
+    ],
+)
+def test_the_key_that_is_looked_for_is_the_first_or_the_second(query: str, key: str) -> None:
+    assert key in names(search_keys(query))[:2]
+
+
+def test_a_key_is_described_as_the_first_kind_of_its_section_has_it() -> None:
+    (rank,) = [match for match in search_keys("lora rank") if match.name == "adapter.rank"]
+    assert "square" not in rank.about
+
+
+def test_keys_that_mention_a_word_in_passing_are_left_out() -> None:
+    assert names(search_keys("resume")) == ["checkpoint"]
 
 
 def test_every_key_is_found_by_its_name() -> None:

@@ -36,7 +36,7 @@ def explain(
     if overrides and recipe is None:
         if any("=" in word for word in overrides):
             raise typer.BadParameter("overrides need --recipe")
-        _search(f"{key} {' '.join(overrides)}", None)
+        _explain_query([str(key), *overrides])
         return
     loaded = None
     if recipe is not None:
@@ -58,6 +58,21 @@ def explain(
         _show(console, explanation)
 
 
+def _explain_query(query: list[str]) -> None:
+    """Explains the key that these words name, here or in another tool (flash attention), and searches for them."""
+    try:
+        explanation = look_up("_".join(query).lower())
+    except RecipeError as unknown:
+        _search(" ".join(query), unknown if _knows(unknown) else None)
+    else:
+        _show(Console(highlight=False, soft_wrap=False), explanation)
+
+
+def _knows(unknown: RecipeError) -> bool:
+    """Whether an error for a key that no recipe has says what danlu has for it."""
+    return not str(unknown).startswith("no recipe has")
+
+
 def _search(query: str, unknown: RecipeError | None) -> None:
     """Shows all that is about some words. Raises `unknown`, or a RecipeError of its own, where nothing is."""
     from danlu.recipe import search  # here: a key that is known is looked up without it
@@ -71,7 +86,7 @@ def _search(query: str, unknown: RecipeError | None) -> None:
     if not any(sections.values()):
         raise unknown or RecipeError(f"nothing is about {query!r}. `danlu explain` lists the keys of a recipe")
     console = Console(highlight=False, soft_wrap=False)
-    if unknown is not None and not str(unknown).startswith("no recipe has"):
+    if unknown is not None and _knows(unknown):
         console.print(Text(printable(str(unknown))), end="\n\n")
     for title, matches in sections.items():
         if matches:

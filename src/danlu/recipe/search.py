@@ -20,7 +20,7 @@ MOST = 6
 PASTED = 4
 """Words from which on a query may be a message with values in it: three fifths of its words are then enough."""
 _EMPTY = set(
-    re.findall(r"\w+", "an and are as at be by for from how in is it of on or set that the this to use what with")
+    re.findall(r"\w+", "an and are as at be by for from how in is it of on or out set that the this to use what with")
 )
 """Words that say nothing of what is looked for."""
 _STRINGS = re.compile(r'(?:\b[fr]{0,2}"(?:[^"\\\n]|\\.)+"\s*)+')
@@ -39,19 +39,39 @@ class Match:
 
 
 def search_keys(query: str) -> list[Match]:
-    """Keys of the recipe, the best first: by their own names, the values that they take, and their documentation."""
+    """Keys of the recipe, the best first: by their own names, the values that they take, their documentation, and
+    their names in other tools. Those with less than a fifth of the best score are left out.
+    """
     terms = _terms(query)
-    called_so = {row.target for row in other_tools.find("_".join(terms)) if row.is_key}
-    matches: dict[str, Match] = {}
+    called_so = _scores_of_other_names(terms)
+    about: dict[str, str] = {}
+    scores: dict[str, float] = {}
     for field in walk_fields():
         values = " ".join(map(str, (*variants_of(field.hint), *literal_values(field.hint))))
-        scores = [_score_of_key(word, field.key, values, field.about) for word in terms]
-        if scores and (min(scores) > 0 or field.key in called_so):
-            score = sum(scores) - 3 * field.key.count(".") + 100 * (field.key in called_so)
-            best = matches.get(field.key)
-            if best is None or best.score < score:
-                matches[field.key] = Match(field.key, first_sentence(field.about), score)
-    return _best(matches.values())
+        each = [_score_of_key(word, field.key, values, field.about) for word in terms]
+        if each and (min(each) > 0 or field.key in called_so):
+            score = sum(each) - 3 * field.key.count(".") + called_so.get(field.key, 0)
+            scores[field.key] = max(score, scores.get(field.key, score))
+            about.setdefault(
+                field.key, first_sentence(field.about)
+            )  # of the first kind of the section that has the key
+    least = max(scores.values(), default=0) / 5
+    return _best(Match(key, about[key], score) for key, score in scores.items() if score >= least)
+
+
+def _scores_of_other_names(terms: list[str]) -> dict[str, float]:
+    """The keys that other tools call by these words, in any order: 100 for the words alone, less for longer names."""
+    scores: dict[str, float] = {row.target: 100 for row in other_tools.find("_".join(terms)) if row.is_key}
+    for row in (row for tool in other_tools.TITLES for row in other_tools.rows(tool) if row.is_key):
+        parts = re.split(r"[._]", row.name.lower())
+        if terms and all(any(_is_like(word, part) for part in parts) for word in terms):
+            scores[row.target] = max(scores.get(row.target, 0), 100 * len(terms) / len(parts))
+    return scores
+
+
+def _is_like(word: str, part: str) -> bool:
+    """Whether a word is a part of a name, or one is the beginning of the other (num, number; gradient, gradients)."""
+    return word == part or (min(len(word), len(part)) >= 3 and (word.startswith(part) or part.startswith(word)))
 
 
 def _score_of_key(word: str, key: str, values: str, about: str) -> float:
