@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from builders.study_folders import write_run, write_study
 from builders.tiny_world import danlu, tiny_world
 from matplotlib.image import imread
 
-from danlu.report import study_page
+from danlu.parallel.collective_traffic import Row
+from danlu.report import study_page, verification_page
 from danlu.report.run_page import page
 from danlu.report.run_report import report_of
 from danlu.report.study_results import read_study
+from danlu.report.verification import Check, Finding, Module, Verification
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +100,43 @@ def preview(folder: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-PAGES: dict[str, Callable[[Path], str]] = {"report": run_page, "study": study, "preview": preview}
+def verification(folder: Path) -> str:
+    """The page of a layout that computes something else, with long names, and with the traffic of a step."""
+    wrong, right = Check("gradients", 0.5, 1.2e-6, "layers.31.mlp.experts.gate_up_proj.weight, step 3"), 3.4e-7
+    names = ["embed_tokens", *(f"layers.{number}.attention" for number in range(32)), "lm_head"]
+    modules = [
+        Module(name, 123456789, Check("gradients", right, 1.2e-6), Check("weights", right, 1e-6)) for name in names
+    ]
+    modules[-1] = replace(modules[-1], gradients=wrong)
+    found = Verification(
+        recipe=f"{folder.name}-of-a-long-name.yaml",
+        layout="zero3, data 2, tensor 2, sequence, pipeline 2, experts 2",
+        processes=16,
+        about=(
+            "model: llama with 1.2B parameters, shrunk to 24,512",
+            "precision: fp32",
+            "changes: " + "data.path, " * 20,
+        ),
+        checks=(Check("loss", right, 1e-6, "loss of step 1"), wrong),
+        modules=tuple(modules),
+        finding=Finding(
+            "gradients of step 1", "lm_head.weight", "x2 (data parallel)", "a sum that is made twice, " * 4
+        ),
+        seconds=123.4,
+    )
+    rows = [
+        Row("shard", kind, "parameters and gradients", 1234, Fraction(10**9), Fraction(2 * 10**9), 0) for kind in KINDS
+    ]
+    return verification_page.page(found, rows)
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "report": run_page,
+    "study": study,
+    "preview": preview,
+    "verification": verification,
+}
+KINDS = ("all-gather", "reduce-scatter")
 CHARTS = ("report", "study")
 
 
