@@ -15,8 +15,10 @@ from builders.tiny_world import World
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.adapter_training import adapted_model, merged_model, write_result
 from danlu.assembly.base_model import Base
+from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import base_changes, base_identity
 from danlu.core.errors import ModelError
+from danlu.data.tokenizer import load_tokenizer
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections
 
@@ -63,6 +65,33 @@ def test_a_new_adapter_starts_from_the_whole_stack(tiny_world: World, stack: tup
         sections.Model(path=str(tiny_world.base), adapters=[str(stack[1])]), device=torch.device("cpu")
     )
     torch.testing.assert_close(logits(whole), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "token_ids"),
+    [
+        (sections.Lora(), {"embedding": [5, 9], "head": [5, 9]}),
+        (sections.Lora(targets=["embed_tokens"]), {}),
+        (sections.Lora(modules_to_save=["embed_tokens", "lm_head"]), {}),
+        (sections.Prompt(), {}),
+    ],
+    ids=["rows", "factors", "whole", "virtual tokens"],
+)
+def test_rows_of_a_new_adapter_start_from_those_that_lie_below(
+    tiny_world: World, tmp_path: Path, section: sections.AdapterSection, token_ids: dict[str, list[int]]
+) -> None:
+    lower = adapter_folder(tiny_world.base, tmp_path / "lower", section, size=0.1, token_ids=token_ids)
+    (text,) = (text for text, own in load_tokenizer(str(tiny_world.tokenizer)).vocabulary.items() if own == 9)
+    tokens = torch.tensor([9, 5, 3, 9] * 4)
+    model, adapters, _ = started(tiny_world.base, sections.Lora(rank=2, trainable_tokens=[text]), lower)
+    below = adapted_logits(tiny_world.base, lower, tokens=tokens)
+    virtual = adapters.virtual_token_ids
+    torch.testing.assert_close(logits(model, tokens, virtual_token_ids=virtual), below, rtol=1e-5, atol=1e-5)
+    rows = [tensor for name, tensor in adapters.tensors(TRAINED).items() if name.endswith("token_rows")]
+    assert len(rows) == 2
+    for tensor in rows:
+        tensor.data += 1
+    assert not torch.allclose(logits(model, tokens, virtual_token_ids=virtual), below, atol=1e-2)
 
 
 def test_an_adapter_that_is_trained_on_keeps_what_lies_below(

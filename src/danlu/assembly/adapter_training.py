@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, open_adapter
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.merge import merge_and_unload
+from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_and_unload, merged_parameter
 from danlu.adapters.peft_folder import add_adapter, write_adapter
+from danlu.adapters.token_rows import TokenRows
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, check_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
@@ -89,6 +90,8 @@ def adapted_model(
     adapters = adapted.adapters
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(below))
+    if below and continued is None:
+        start_rows(adapters, TRAINED)
     if isinstance(value, AdapterFolder):
         add_adapter(adapters, VALUE, value)
         check_value_adapter(adapters)
@@ -99,6 +102,16 @@ def adapted_model(
         adapters.activate(*adapters.active, TRAINED)
     adapters.train_only(TRAINED, *([] if value is None else [VALUE]))
     return adapted, base
+
+
+def start_rows(adapters: AdapterSet, name: str) -> None:
+    """Sets the rows of single tokens of a new adapter to those of the base with the active adapters, upon which it
+    then begins without effect."""
+    rows = {site: module for site, module in adapters.added[name].modules.items() if isinstance(module, TokenRows)}
+    changing = [each for each in adapters.active if adapters.added[each].section.kind not in UNMERGEABLE_KINDS]
+    with adapters.switched_to(changing):
+        for site, module in rows.items():
+            module.initialize_from(merged_parameter(adapters, f"{site}.weight"))
 
 
 def merged_model(model: sections.Model, *, device: torch.device, config: ModelConfig | None = None) -> Decoder:
