@@ -108,6 +108,39 @@ def test_peft_loads_it_with_the_rows_and_computes_the_same(lora: Path, tiny_worl
     assert config["base_model_name_or_path"] == str(tiny_world.base)
 
 
+def test_matrices_that_are_trained_in_full_are_written_as_peft_resizes_the_base(
+    tiny_world: World, tmp_path: Path
+) -> None:
+    """Without the rows that no token has, which are the base's when danlu reads the adapter."""
+    file = recipe(
+        tiny_world, tmp_path / "run", adapter={**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}, steps=2
+    )
+    assert danlu("train", file) == 0
+    folder = tmp_path / "run" / "adapter"
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    model, found = ours(folder)
+    assert (model.config.vocab_size, model.config.vocab_padding) == (402, 6)
+    pieces = [ids(folder)[start:end] for start, end in ((0, 5), (5, 12), (12, 16))]
+    with torch.no_grad():
+        wanted = torch.cat([theirs(piece.unsqueeze(0)).logits[0] for piece in pieces])
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert danlu("merge", folder, tmp_path / "merged") == 0
+    assert torch.allclose(logits(load(tmp_path / "merged"), ids(folder)[:16]), wanted, rtol=1e-5, atol=1e-5)
+    start = load(tiny_world.base).embed_tokens.weight.detach()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.allclose(merged[402:], start.mean(0).expand(6, -1), atol=1e-6)
+    assert not torch.allclose(merged[401], start.mean(0), atol=1e-4)
+
+
+def test_a_reference_without_the_tokens_is_refused(lora: Path, tiny_world: World, tmp_path: Path, capsys: Any) -> None:
+    changes: dict[str, Any] = {"stage": "dpo", "rows": PREFERENCES, "batch": PAIRS, "steps": 2}
+    model = {"adapters": [str(lora / "adapter")], "tokens": []}
+    reference = {"kind": "frozen", "model": str(tiny_world.base)}
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", model=model, reference=reference, **changes)) == 2
+    assert "has another vocabulary: its token 400 is absent, the policy's is '<plan>'" in capsys.readouterr().err
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", model=model, **changes)) == 0
+
+
 def test_it_is_merged_quantized_and_answered_with(lora: Path, tmp_path: Path, capsys: Any) -> None:
     assert danlu("merge", lora / "adapter", tmp_path / "merged") == 0
     _, wanted = ours(lora / "adapter")

@@ -14,6 +14,8 @@ from builders.adapter_folders import adapter_folder
 from builders.served import Loaded, Served, ask, serving, wait_until
 from builders.tiny_world import World
 
+from danlu.core.added_token import AddedToken
+from danlu.core.errors import ModelError
 from danlu.inference.engine import EngineOptions
 from danlu.inference.load_engine import engine_of, loadable_adapters
 from danlu.recipe import sections
@@ -120,3 +122,30 @@ def test_what_is_no_adapter(served: Served, root: Path, tmp_path: Path) -> None:
 def test_a_server_without_a_folder_for_adapters_loads_none(loaded: Loaded) -> None:
     with serving(loaded.served, loaded.engine()) as plain:
         assert post(plain, "load_lora_adapter", lora_name="a", lora_path="one")[0] == 404
+
+
+def test_adapters_come_to_a_base_with_rows_for_new_tokens(tiny_world: World, tmp_path: Path) -> None:
+    """The base is still the one that they were trained on; a token without a row there is named."""
+    plan, act, far = (AddedToken(text, number) for text, number in (("<plan>", 400), ("<act>", 401), ("<far>", 402)))
+    for name, tokens in (("first", [plan, act]), ("second", [plan]), ("third", []), ("beyond", [plan, act, far])):
+        ids = [token.id for token in tokens]
+        adapter_folder(
+            tiny_world.base,
+            tmp_path / name,
+            sections.Lora(rank=2),
+            tokens=tokens,
+            token_ids={"embedding": ids, "head": ids},
+        )
+    loaded = Loaded.of(tmp_path / "first")
+    loader = AdapterLoader(
+        loaded.resolved,
+        engine_of(loaded.model, EngineOptions(cache_gib=0.01)),
+        loadable_adapters(loaded.model),
+        loaded.model.chat_tokenizer,
+        tmp_path,
+    )
+    for name in ("second", "third"):
+        folder, tokenizer = loader.read(name)
+        assert loader.load(name, folder, tokenizer).name == name
+    with pytest.raises(ModelError, match="beyond: was trained with the new token '<far>', for which the model that is"):
+        loader.read("beyond")

@@ -52,6 +52,8 @@ FORMATS: dict[str, ModuleType] = {
     "VERA": vera,
 }
 """The modules by peft_type."""
+_VOCABULARY = ("embed_tokens.", "lm_head.")
+"""How parameters with a row for each token begin."""
 _BY_SECTION: dict[type, ModuleType] = {
     sections.Bottleneck: bottleneck,
     sections.Ia3: ia3,
@@ -82,6 +84,7 @@ def write_adapter(
     head: Mapping[str, Tensor] | None = None,
     rotated: bool = False,
     tokens: Sequence[AddedToken] = (),
+    vocab_size: int | None = None,
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder, in float32.
 
@@ -94,6 +97,7 @@ def write_adapter(
         task, head: the task of a model that classifies, and its head's tensors as model folders name them
             ("score.weight"). rotated: the base's rotary embedding is another one under it, and the caller writes a
             config.json with it. tokens: for which the base needs rows that it does not have.
+        vocab_size: the number of rows that are written of an embedding or head which is trained in full; None: all.
     """
     added = adapters.added[name]
     whole = None if value is None else {parameter: value(parameter) for parameter in adapters.tensors(name)}
@@ -104,7 +108,7 @@ def write_adapter(
         values, tensors = format_of(added.section).to_peft(added.section, own, adapters.sites)
         of_tokens, rows = token_rows.to_peft(added.modules, adapters.sites, tied=adapters.tied)
         values, tensors = values | of_tokens, tensors | rows
-        saved, copies = _trained_copies(adapters, added)
+        saved, copies = _trained_copies(adapters, added, vocab_size)
         tensors |= copies
     for key, tensor in (head or {}).items():
         tensors[f"{PREFIX}{key}"] = tensor
@@ -216,13 +220,17 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
         for key, value in by_name.items():
             parameters[key].data.copy_(value)
     copies = {adapters.hf_name(copy.name): copy for copy in added.copies}
+    new_tokens = folder.tokens(max(site.shape[0] for site in adapters.sites if site.group == "embedding"))
     for key, tensor in fully_trained.items():
         copy = copies.get(_base_parameter(key))
         if copy is None:
             raise ModelError(f"{where}: {key} is of the base, and {CONFIG} does not say in `bias` that it is trained")
-        if copy.trained.shape != tensor.shape:
+        into = copy.trained.data
+        if copy.name.startswith(_VOCABULARY) and len(tensor) == max((token.id + 1 for token in new_tokens), default=0):
+            into = into[: len(tensor)]  # the rows that no token has are the base's
+        if into.shape != tensor.shape:
             raise ModelError(f"{where}: {key} is {list(tensor.shape)}, this model needs {list(copy.trained.shape)}")
-        copy.trained.data.copy_(tensor)
+        into.copy_(tensor)
 
 
 def section_of(adapters: AdapterSet, folder: AdapterFolder) -> Any:
@@ -288,7 +296,9 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
     return HFLayer(module, tuple(sites)).assembled([part for part in parts if part is not None])
 
 
-def _trained_copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str], dict[str, Tensor]]:
+def _trained_copies(
+    adapters: AdapterSet, added: AddedAdapter, vocab_size: int | None
+) -> tuple[list[str], dict[str, Tensor]]:
     """PEFT's `modules_to_save`, and the tensors of all copies by key; an embedding's copy is also a tied head's."""
     modules: set[str] = set()
     tensors: dict[str, Tensor] = {}
@@ -298,15 +308,16 @@ def _trained_copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str
         name = adapters.hf_name(copy.name)
         module, _, attribute = name.rpartition(".")
         saved = any(module == target or module.endswith(f".{target}") for target in targets)
+        trained = copy.trained[:vocab_size] if copy.name.startswith(_VOCABULARY) else copy.trained
         if saved:
             modules.add(module)
-            tensors[f"{PREFIX}{name}"] = copy.trained
+            tensors[f"{PREFIX}{name}"] = trained
             if copy.name == "embed_tokens.weight" and adapters.tied:
                 modules.add("lm_head")
-                tensors[f"{PREFIX}lm_head.weight"] = copy.trained
+                tensors[f"{PREFIX}lm_head.weight"] = trained
         else:  # a bias of the base
             peft_name = f"{module}.base_layer.{attribute}" if module in adapted else name
-            tensors[f"{PREFIX}{peft_name}"] = copy.trained
+            tensors[f"{PREFIX}{peft_name}"] = trained
     return sorted(modules), tensors
 
 

@@ -183,6 +183,8 @@ def write_result(
             head=None if score_head is None else head_tensors(score_head),
             rotated=rotated is not None,
             tokens=base.tokens,
+            # As PEFT resizes the base, by its tokenizer.
+            vocab_size=model.config.vocab_size if base.tokens and model.config.vocab_padding else None,
         )
         if rotated is not None:
             write_json(fresh / MODEL_CONFIG, rotated)

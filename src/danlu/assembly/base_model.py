@@ -76,8 +76,9 @@ def check_base(adapter: AdapterFolder, base: Base) -> None:
     """Raises ModelError for an adapter that is known to have been trained on another base."""
     trained_on = adapter.danlu.get("base_fingerprint")
     if trained_on is not None and trained_on not in (base.fingerprint, base.quantized_from):
+        given = base.named if base.tokens else base.folder  # the folder with rows for new tokens is the cache's
         raise ModelError(
-            f"{adapter.path}: was trained on another base ({adapter.base}) than {base.folder}: shapes may fit, weights "
+            f"{adapter.path}: was trained on another base ({adapter.base}) than {given}: shapes may fit, weights "
             "do not. Use the base it was trained on"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
 from danlu.assembly.base_model import (
+    Base,
     base_of,
     check_base,
     check_same_rotation,
@@ -42,6 +43,8 @@ class ResolvedModel:
     """The folder of the tokenizer: that of the first stack, where an adapter of it has one."""
     stacks: tuple[Stack, ...] = ()
     """Adapters to switch between, of which the first is active at the start."""
+    base: Base | None = None
+    """The model under adapters, as these name it: the folder may be a copy with rows for new tokens."""
 
     @property
     def config(self) -> ModelConfig:
@@ -96,7 +99,7 @@ def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> Reso
     for adapter in (adapter for stack in stacks for adapter in stack):
         check_base(adapter, below)
     check_same_rotation(read_config(below.folder), stacks)
-    return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks))
+    return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks), below)
 
 
 def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:

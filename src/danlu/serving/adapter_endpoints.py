@@ -86,7 +86,13 @@ class AdapterLoader:
         if len(stack) > 1:
             raise ModelError(f"{folder}: trained on top of another adapter: start the server with it (--adapter)")
         (adapter,) = stack
-        check_base(adapter, find_base(self.resolved.folder))
+        check_base(adapter, self.resolved.base or find_base(self.resolved.folder))
+        config = self.engine.config
+        if beyond := [token.text for token in adapter.tokens(config.vocab_rows) if token.id >= config.vocab_size]:
+            raise ModelError(
+                f"{folder}: was trained with the new token {beyond[0]!r}, for which the model that is served has no "
+                "row: start the server with the adapter (--adapter)"
+            )
         tokenizer_folder = adapter_tokenizer_folder((adapter,), self.resolved.folder)
         if tokenizer_folder == self.resolved.folder:
             return open_adapter(adapter.path), self.base_tokenizer

@@ -16,7 +16,14 @@ from danlu.assembly.base_model import find_base
 from danlu.assembly.devices import layer_by_layer, loading_device
 from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
 from danlu.assembly.parallelize import LayerPlacer, Placed, Subject, place, subject_of
-from danlu.assembly.recipe_adapters import base_config, model_folder, open_named, recipe_base
+from danlu.assembly.recipe_adapters import (
+    base_config,
+    model_folder,
+    open_named,
+    recipe_base,
+    recipe_tokens,
+    tokenizer_path,
+)
 from danlu.core.errors import RecipeError
 from danlu.core.tokenizer_files import VOCABULARY_FILES
 from danlu.data.tokenizer import load_tokenizer
@@ -45,10 +52,11 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
     check_frozen(folder, spec.quantization)
     if spec.section.adapters:
         open_named(spec.section.adapters, find_base(path))
-    if path != recipe.model.path or spec.section.tokens != recipe.model.tokens:
+    if path != recipe.model.path or recipe_tokens(spec.section) != recipe_tokens(recipe.model):
         policy_tokenizer = tokenizer_of(recipe)
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
-            _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
+            own = load_tokenizer(tokenizer_path(spec.section.model_copy(update={"tokenizer": path})))
+            _check_same_vocabulary(spec.key, path, own.vocabulary, policy_tokenizer.vocabulary)
         check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
         config, section = read_config(folder), recipe.parallel
         if wrong := [*split_problems(section.pipeline, config), *device_map_problems(section.device_map, config)]:
