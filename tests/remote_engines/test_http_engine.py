@@ -10,9 +10,12 @@ import pytest
 import torch
 from builders.remote_engines import KINDS, answer_in_part, only_server, scores, servers_of, serving
 from builders.rollout_servers import TIMEOUT_S, VLLM
+from builders.small_config import small_config
 
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.inference.request import Request, SamplingOptions
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling
 from danlu.remote_engines.hand_over import FolderHandOver
 from danlu.remote_engines.http_engine import FRUITLESS_ATTEMPTS, HTTPEngine
@@ -259,6 +262,15 @@ def test_a_server_that_a_killed_trainer_has_left_is_taken_over(small_decoder, ca
     assert stand_in.asleep == set()
     engine.close()
     stand_in.close()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bias_that_vllm_leaves_out_is_told(small_decoder, capsys, biased):
+    model = build(small_config(head_bias=biased)) if biased else small_decoder()
+    initialize(model, 0)
+    with serving("vllm", model):
+        pass
+    assert ("vLLM leaves out the bias of this model's head" in capsys.readouterr().err) == biased
 
 
 def test_no_server_is_told_with_its_url(small_decoder):

@@ -117,6 +117,11 @@ class VLLMServer(GroupServer):
         self._model, self.context = base["id"], base["max_model_len"]
         check_vocabulary(self.name, url, config.vocab_size, lambda token: is_accepted(lambda: self._probe(token)))
         check_rotation(self.name, url, config, self.context)
+        if config.head_bias:  # of vLLM 0.32, models/phimoe.py, which has the bias and gives its logits none
+            print_status(
+                f"{url}: vLLM leaves out the bias of this model's head. Where it is not zero, answers are another "
+                "model's, and the canary ends the run: use rollout.engine: embedded"
+            )
 
     def _take_over(self) -> None:
         """Wakes and resumes a server that a trainer which was killed has left asleep or paused.
