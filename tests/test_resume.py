@@ -254,6 +254,7 @@ def checkpoints(run: Path) -> list[str]:
         ({"optimizer": {"learning_rate": 2e-2}}, ["optimizer.learning_rate: 0.01 -> 0.02"]),
         ({"seed": 1, "data": {"eval": 12}}, ["data.eval: 10 -> 12", "seed: 0 -> 1"]),
         ({"steps": 24}, ["steps: 12 -> 24"]),
+        ({"steps": 8}, ["steps: 12 -> 8"]),
     ],
 )
 def test_a_change_that_matters_is_refused(
@@ -269,9 +270,12 @@ def test_a_change_that_matters_is_refused(
     assert f"error: {stopped} holds a run of another recipe; what differs (there -> here):\n" in said
     assert said.split("here):\n")[1].split("To start again")[0] == "".join(f"  {line}\n" for line in listed)
     assert "To start again, add --overwrite, which keeps this run under another name, or choose another `out" in said
-    assert ("A finished run goes on when `steps` (or `epochs`, where it has those) is raised" in said) == (
-        "steps" in changes
-    )
+    of_length = {
+        24: "This run was stopped after step 6, before its end: let it finish with its own recipe, and raise `steps`",
+        8: "A finished run goes on when `steps` (or `epochs`, where it has those) is raised; to train its result",
+    }
+    given = [steps for steps, advice in of_length.items() if advice in said]
+    assert given == ([changes["steps"]] if "steps" in changes else [])
     assert checkpoints(stopped) == before
 
 
@@ -464,7 +468,8 @@ def test_a_run_that_early_stop_has_ended_is_not_prolonged(
     assert danlu("train", recipe, *best) == 0  # control
     assert "the last one" not in capsys.readouterr().err
     assert danlu("train", recipe, "steps=24") == 5
-    assert "steps: 12 -> 24" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "steps: 12 -> 24" in said and "Early stop has ended this run, and such a run is not prolonged" in said
 
 
 def test_overwrite_keeps_the_earlier_run_under_another_name(

@@ -198,17 +198,33 @@ def _harmless_changes(run: Path, recipe: Recipe, checkpoint: Path) -> list[Chang
         "To start again, add --overwrite, which keeps this run under another name, or choose another `output`; to go "
         "on, undo the change."
     )
-    if any(change.key in LENGTHS for change in different):
-        advice += (
-            " A finished run goes on when `steps` (or `epochs`, where it has those) is raised; to train its result "
-            f"further in a new one, use model.path: {run / MODEL}."
-        )
+    lengths = [change for change in different if change.key in LENGTHS]
+    if lengths:
+        advice += f" {_advice_on_length(lengths, run, checkpoint)}."
     raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")
+
+
+def _advice_on_length(lengths: Sequence[Change], run: Path, checkpoint: Path) -> str:
+    """Says how a run becomes longer: when it has done all its steps, and never where early stop has ended it."""
+    state = read_state(checkpoint)
+    further = f"to train its result further in a new one, use model.path: {run / MODEL}"
+    if not any(_is_longer(change) for change in lengths):
+        return f"A finished run goes on when `steps` (or `epochs`, where it has those) is raised; {further}"
+    if state["finished"]:
+        return f"Early stop has ended this run, and such a run is not prolonged; {further}"
+    return (
+        f"This run was stopped after step {state['run']['step']}, before its end: let it finish with its own recipe, "
+        "and raise `steps` (or `epochs`) then, with which a finished run goes on"
+    )
+
+
+def _is_longer(change: Change) -> bool:
+    return change.old is not None and change.new is not None and bool(change.new > change.old)
 
 
 def _goes_further(change: Change, checkpoint: Path) -> bool:
     """Whether a change asks for more of a run that has done all its steps at the checkpoint."""
-    if change.key not in LENGTHS or change.old is None or change.new is None or not change.new > change.old:
+    if change.key not in LENGTHS or not _is_longer(change):
         return False
     state = read_state(checkpoint)
     return bool(state["finished"]) and not state["run"].get("ended_early", False)
