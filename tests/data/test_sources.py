@@ -314,32 +314,6 @@ def test_a_hub_id_when_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
                 ask(name)
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client would try six times; with a proxy, or where it is offline by itself, it is asked all the same."""
-    tried = list[tuple[str, int]]()
-
-    def refuse(address: tuple[str, int], timeout: float) -> None:
-        tried.append(address)
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("socket.create_connection", refuse)
-    monkeypatch.setattr("danlu.data.hub_data.getproxies", dict)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    with pytest.raises(DataError, match=r"cannot be loaded: huggingface\.co cannot be reached: Name or service not"):
-        read("nobody/nothing-here")
-    assert tried == [("huggingface.co", 443)]
-    import datasets
-    from huggingface_hub import constants
-
-    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="cannot be loaded: ConnectionError"):
-        read("nobody/nothing-here")
-    assert len(tried) == 1
-
-
 def test_a_set_without_the_split_names_those_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import parse_json, read_small_text
 from danlu.data.file_formats import first_line
 
 DATASET_DICT = "dataset_dict.json"
-ANSWER_S = 3.0
-"""How long the hub's host is waited for before a data set is looked for in the local cache alone."""
 _UNKNOWN_SPLIT = re.compile(r"Unknown split .*Should be one of \[(?P<names>.*)\]", re.DOTALL)
 
 
@@ -52,9 +45,11 @@ def hub_rows(path: str, split: str, no_file: str) -> Any:
     # Imported here: most of a second, and only hub data sets need it.
     import datasets
 
-    unreachable = _unreachable()
+    from danlu.core.hub_access import hub_within_bound
+
+    unreachable = None
     try:
-        with _offline(unreachable is not None):
+        with hub_within_bound() as unreachable:
             return datasets.load_dataset(path, split=split)
     except Exception as error:  # the hub client raises a dozen kinds, with none in common
         if (match := _UNKNOWN_SPLIT.search(str(error))) is not None:
@@ -72,47 +67,3 @@ def _no_split(path: str, split: str, names: Sequence[str]) -> DataError:
         f"{path}: there is no split '{split}'; it has {listed}. Say which in the recipe: "
         f"{{path: {path}, split: {names[0] if names else '...'}}}"
     )
-
-
-def _unreachable() -> str | None:
-    """Why the hub's host does not answer; None where it does, and where only its client can tell.
-
-    The client tries an address that does not answer six times, for half a minute.
-    """
-    import datasets
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or getproxies():
-        return None
-    address = urlsplit(constants.ENDPOINT)
-    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
-    problems = [f"{host} does not answer within {ANSWER_S:g} s"]
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_S).close()
-        except OSError as error:
-            problems.append(f"{host} cannot be reached: {error}")
-        else:
-            problems.clear()
-
-    # A thread, as looking up a name has no time limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(ANSWER_S)
-    return problems[-1] if problems else None
-
-
-@contextmanager
-def _offline(is_offline: bool) -> Iterator[None]:
-    """Lets the client look in the local cache alone."""
-    import datasets
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if is_offline:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

@@ -145,13 +145,17 @@ def _hub_snapshot(path: str) -> Path:
     # Imported here: only hub ids need it.
     from huggingface_hub import snapshot_download
 
+    from danlu.core.hub_access import hub_within_bound
+
+    unreachable = None
     try:
-        return Path(snapshot_download(path, allow_patterns=list(READ_FILES)))
+        with hub_within_bound() as unreachable:
+            return Path(snapshot_download(path, allow_patterns=list(READ_FILES)))
     except Exception as error:  # the hub client raises a dozen kinds, with none in common
         said = (str(error).strip().splitlines() or [""])[0]
+        reason = unreachable or f"{type(error).__name__}: {said}"
         raise DataError(
-            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: "
-            f"{type(error).__name__}: {said}"
+            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: {reason}"
         ) from error
 
 

@@ -117,12 +117,17 @@ def _download(name: str, patterns: Sequence[str], revision: str | None = None) -
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from danlu.core.hub_access import hub_within_bound
+
+    unreachable = None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision))
+        with hub_within_bound() as unreachable:
+            return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision))
     except LocalEntryNotFoundError:
         what = "no such folder, and this hub id is" if revision is None else "some of the model's weights are"
+        reason = "" if unreachable is None else f" ({unreachable})"
         raise ModelError(
-            f"{name}: {what} not in the local cache while the hub cannot be reached. "
+            f"{name}: {what} not in the local cache while the hub cannot be reached{reason}. "
             f"Check the path, or go online once (`hf download {name}`)"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
