@@ -64,6 +64,8 @@ CASES: list[tuple[str, Any]] = [
     ("glm4-moe", sections.Lora(rank=3, rank_pattern={"shared_experts.up_proj": 2}, alpha_pattern={"0.mlp.up_proj": 7})),
     ("glm4-moe", sections.Lora(targets=["all-linear", "experts"], rank=2, dropout=0.0)),
     ("granite-4", sections.Lora(targets=["all-linear", "experts"], rank=2)),  # in a module of another name
+    # Experts next to the module of a dense network; layers with and without a v_proj.
+    ("gemma4", sections.Lora(targets=["all-linear", "experts"], rank=2)),
     # A head with a bias, which is trained with the whole head, and adapted beside its bias.
     ("phimoe", sections.Lora(targets=["attention", "experts"], rank=2, modules_to_save=["lm_head"])),
     ("phimoe", sections.Lora(targets=["q_proj", "lm_head"], rank=2, bias="adapted")),

@@ -25,6 +25,8 @@ def twin(values: dict[str, Any], folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
+            if name.endswith("scale"):
+                parameter.mul_(2).add_(1.0)
             if "norm" in name and not f"{values['model_type']}_".startswith(DIFFERENCES):
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():

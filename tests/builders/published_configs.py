@@ -244,6 +244,24 @@ PUBLISHED: dict[str, Published] = {
             "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
         },
     ),
+    "gemma-4-26b-a4b": Published(
+        "google/gemma-4-26B-A4B-it, text_config, as tests of other programs hold bg-digitalservices/"
+        "Gemma-4-26B-A4B-it-NVFP4A16's",
+        {
+            **_GEMMA_4_31B,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "top_k_experts": 8,
+        },
+    ),
     "gemma-4-12b-text": Published(
         "google/gemma-4-12B-it, text_config, as tests of other programs hold it", _GEMMA_4_12B
     ),

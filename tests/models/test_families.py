@@ -253,6 +253,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma4", {"sliding_window": 5}),
     ("gemma4", {"final_logit_softcapping": None}),
     ("gemma4-plain", {"rope_parameters": None}),
+    ("gemma4-experts", {"top_k_experts": 3}),
     ("gemma4-unified", {"rms_norm_eps": 1e-1}),
 ]
 
@@ -444,7 +445,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4", {"rope_theta": 10000.0}, "rope_theta: transformers does not read it for this family; say it in rope_p"),
     ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: embeddings of each layer, as Gemma"),
     ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: keys and values that layers share are not"),
-    ("gemma4", {"enable_moe_block": True}, "enable_moe_block: experts next to a dense network, as Gemma 4 26B has"),
+    ("gemma4-unified", {"enable_moe_block": True}, "enable_moe_block: transformers does not read it for this family"),
+    ("gemma4-experts", {"num_experts": None}, "num_experts: missing"),
     ("gemma4", {"rope_parameters": _gemma4_ropes(partial_rotary_factor=1.5)}, "partial_rotary_factor 1.5 must be in"),
     (
         "gemma4",

@@ -120,7 +120,8 @@ def their_layers(model: Any) -> list[dict[str, Any]]:
                 "rotated": is_rotated(attention, config),
             }
         facts["activation"] = getattr(config, "hidden_activation", None) or config.hidden_act
-        facts["routing"] = their_routing(getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None)), config)
+        mixture = getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
+        facts["routing"] = their_routing(layer if hasattr(layer, "experts") else mixture, config)
         layers.append(facts)
     return layers
 
@@ -146,7 +147,7 @@ def their_routing(mlp: Any, config: Any) -> dict[str, Any] | None:
         return None
     return {
         "experts": mlp.experts.num_experts,
-        "top_k": config.num_experts_per_tok,
+        "top_k": getattr(config, "top_k_experts", None) or config.num_experts_per_tok,
         # Families that have no key for these have them in their code, whose numbers test_families.py compares.
         **{
             own: getattr(config, key)
@@ -321,6 +322,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma-4-31b-text", {"num_global_key_value_heads": 8}),
     ("gemma-4-31b-text", {"attention_k_eq_v": False}),
     ("gemma-4-12b-text", {"sliding_window": 512}),
+    ("gemma-4-26b-a4b", {"top_k_experts": 4}),
+    ("gemma-4-26b-a4b", {"moe_intermediate_size": 512}),
 ]
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from builders.tensor_worker import CONFIG, FAMILIES
 
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
+from danlu.models.layer_spec import Dense, Experts
 from danlu.models.loading import meta_decoder
 from danlu.models.tensor_cut import TensorCut, TensorPart, share, tensor_parts
 from danlu.parallel import tensor
@@ -45,6 +47,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 ALL = FAMILIES | MIXTURES
+
+
+def test_experts_and_a_network_that_are_normed_apart_are_not_cut() -> None:
+    """Norms behind each of their sums need whole ones, and tensor ranks have parts of them."""
+    apart = Experts(4, 2, 8, shared=Dense(8), branch_norms=True)
+    assert "which need whole sums: use `expert`" in str(apart.uncuttable(2))
+    assert apart.uncuttable(1) is None and replace(apart, branch_norms=False).uncuttable(2) is None  # control
+    with pytest.raises(ModelError, match="normed apart from a shared network need one"):
+        replace(apart, shared=None)
 
 
 @pytest.fixture

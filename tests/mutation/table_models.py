@@ -286,6 +286,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="never_trained",
     ),
     Mutation("models/attention.py", "if self.norms_rotated:", "if False:", "models/test_families.py", "hunyuan"),
+    Mutation("models/experts.py", " * x.shape[-1] ** -0.5", "", "models/test_families.py", "gemma4"),
+    Mutation(
+        "models/layer_spec.py",
+        "if self.branch_norms and degree > 1:",
+        "if False:",
+        "models/test_tensor_cut.py",
+        "normed_apart",
+    ),
     Mutation("models/attention.py", "if self.norms_values:", "if False:", "models/test_families.py", "gemma4"),
     Mutation(
         "inference/fused_decoder.py",

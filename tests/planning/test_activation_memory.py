@@ -114,6 +114,16 @@ def test_parallel_layers_keep_one_input(name: str, recompute: Kind) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "elementwise", "selective"])
+def test_experts_that_are_normed_apart_keep_what_their_norms_read(recompute: Kind) -> None:
+    lengths, router = [100, 156, 200, 56], Router(normalise=True, input_norm=True, expert_scales=True)
+    apart = Experts(8, 2, 192, router=router, shared=Dense(64), branch_norms=True)
+    real, config = saved_bytes(lengths, torch.float32, apart, recompute=recompute, norms="sandwich", scalar=True)
+    plan = ActivationPlan(recompute=[(recompute, None)] * len(config.layers))
+    predicted = activation_bytes(config, lengths, 4, plan).kept
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+
+
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "selective"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype, recompute: Kind) -> None:
     lengths = [100, 156, 200, 56]

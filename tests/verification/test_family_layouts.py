@@ -45,6 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "tie_word_embeddings": True,
     },
+    "gemma4-experts": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+    },
     "glm": {"model_type": "glm", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
     "glm4": {"model_type": "glm4", "head_dim": 8, "eos_token_id": 2, "pad_token_id": 0},
     "glm4-moe-lite": {**_EXPERTS, **_LATENT, "model_type": "glm4_moe_lite", "moe_intermediate_size": 32},
@@ -63,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "seed-oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
 }
-ROUNDED = {"gemma4": 1e-5}
+ROUNDED = {"gemma4": 1e-5, "gemma4-experts": 1e-5}
 """Norms behind both halves multiply what float32 rounds (3e-6 with gemma3): test_tensor.py compares in float64."""
 LAYOUTS = {
     "tensor": "{tensor: 2, sequence: true}",
@@ -71,10 +84,15 @@ LAYOUTS = {
     "tensor x shard": "{tensor: 2, shard: zero3}",
 }
 OF_EXPERTS = {"expert": "{expert: 2}", "expert x tensor": "{expert: 2, tensor: 2}"}
+NOT_BY_TENSOR = {"gemma4-experts"}
+"""Models with norms behind each of two sums, which tensor ranks have parts of."""
 CASES = [
     (model, layout, parallel)
     for model, values in MODELS.items()
-    for layout, parallel in (LAYOUTS | (OF_EXPERTS if values.get("num_local_experts") else {})).items()
+    for layout, parallel in (
+        LAYOUTS | (OF_EXPERTS if values.get("num_local_experts") or values.get("num_experts") else {})
+    ).items()
+    if model not in NOT_BY_TENSOR or "tensor" not in parallel
 ]
 
 

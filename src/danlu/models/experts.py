@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from danlu.core.layer_types import ExpertExchange
 from danlu.models import layer_spec, ops
 from danlu.models.config import ModelConfig
-from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints
+from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints, RMSNorm
 
 if TYPE_CHECKING:
     from danlu.models.sparse_mixer import Draws
@@ -49,6 +49,8 @@ class Router(nn.Module):
 
     bias: Tensor | None
     correction: Tensor | None
+    scale: Tensor | None
+    expert_scales: Tensor | None
     balancer: Callable[[Tensor, Routes], Routes] | None
     replay: Callable[[Tensor], Tensor] | None
     draws: Draws | None
@@ -62,6 +64,9 @@ class Router(nn.Module):
         has_correction = self.spec.bias_correction
         self.correction = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if has_correction else None
         """Added to the scores that experts are chosen by, never trained by gradients."""
+        self.scale = nn.Parameter(torch.empty(config.hidden_size)) if self.spec.input_norm else None
+        self.expert_scales = nn.Parameter(torch.empty(spec.num_experts)) if self.spec.expert_scales else None
+        self.eps = config.rms_norm_eps
         self.balancer = None
         self.replay = None
         self.draws = None
@@ -69,7 +74,10 @@ class Router(nn.Module):
         """Whether experts may be full: set by a balancer with a capacity."""
 
     def forward(self, x: Tensor) -> Routes:
-        logits = ops.wide_linear(x, self.weight)  # [T, E]
+        if self.scale is None:
+            logits = ops.wide_linear(x, self.weight)  # [T, E]
+        else:
+            logits = ops.wide_linear(ops.rms_norm(x, self.scale, self.eps), self.weight) * x.shape[-1] ** -0.5
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
         scores = logits.sigmoid() if self.spec.score == "sigmoid" else logits.softmax(-1)
@@ -80,6 +88,8 @@ class Router(nn.Module):
             weights = scores.gather(1, experts)
         if self.spec.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales.to(weights.dtype)[experts]
         routes = Routes(experts, weights * self.spec.scale if self.spec.scale != 1.0 else weights, scores)
         return routes if self.balancer is None else self.balancer(logits, routes)
 
@@ -130,15 +140,25 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """x [T, D] -> [T, D]: the weighted sum of the outputs of a token's experts, and of a shared network's output."""
+    """x [T, D] -> [T, D]: the weighted sum of the outputs of a token's experts, and of a shared network's output.
 
-    recompute_points: ClassVar[RecomputePoints] = {
-        "elementwise": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
-        "selective": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
-    }
+    Both may have norms before and behind them, apart from each other; the router then reads x itself.
+    """
+
+    recompute_points: ClassVar[RecomputePoints] = dict.fromkeys(
+        ("elementwise", "selective"),
+        (
+            *("input_norm.forward", "shared_input_norm.forward"),
+            *("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
+        ),
+    )
 
     shared: MLP | None
     shared_gate: Linear | None
+    input_norm: RMSNorm | None
+    output_norm: RMSNorm | None
+    shared_input_norm: RMSNorm | None
+    shared_output_norm: RMSNorm | None
 
     def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
         super().__init__()
@@ -146,12 +166,17 @@ class MoE(nn.Module):
         self.experts = Experts(config, spec)
         self.shared = None if spec.shared is None else MLP(config, spec.shared)
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if spec.shared_gate else None
+        for name in layer_spec.BRANCH_NORMS:
+            self.register_module(name, RMSNorm(config.hidden_size, config) if spec.branch_norms else None)
         self.tensor_cut = spec.tensor_cut
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._routed(x)
         if self.shared is None:
             return y
+        if self.shared_input_norm is not None:
+            assert self.output_norm is not None and self.shared_output_norm is not None, "there are all or none"
+            return self.output_norm(y) + self.shared_output_norm(self.shared(self.shared_input_norm(x)))
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
@@ -162,6 +187,7 @@ class MoE(nn.Module):
 
             x = jittered(x, draws, self.router.spec.input_jitter)
         routes = self.router(x)
+        x = x if self.input_norm is None else self.input_norm(x)
         order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
         return order.weighted_sum(self.experts(self.rows_by_expert(x, order), order.counts), routes.weights)
 

@@ -11,7 +11,7 @@ matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
 embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
 embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
                                there would start with logits of std sqrt(D)
-norms, scalars of layers       scale one (Gemma stores zero, the difference from one)
+norms, scales of all kinds     one (Gemma stores zero, the difference from one)
 norms of q and k, factor one   C^(-1/4): scores start as if divided by sqrt(C), where they are not (Gemma 4)
 biases                         zero, and the gate of key reuse (arXiv:2412.19255)
 convolutions over time         uniform, up to 1 / sqrt(tokens they see)
@@ -38,6 +38,7 @@ from danlu.models.mixer_spec import Heads
 
 _WRITE_TO_STREAM = ("o_proj", "down_proj")
 _READ_A_LATENT = ("q_b_proj", "kv_b_proj", "key_reuse")
+_SCALES_OF_ROUTERS = ("scale", "expert_scales")
 _START_AT_ZERO = ("bias", "correction", "key_reuse_gate")
 
 
@@ -58,8 +59,8 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
     if module.endswith("conv1d") or kind in ("A_log", "dt_bias"):
         uniform = torch.rand(box.global_shape, generator=named_generator(seed, name))
         return box.view_of(_of_linear_attention(kind, uniform))
-    # Neither a layer's scalar nor the norm of what linear attention says is a difference from the model's offset.
-    if module in ("o_norm", "layer_scalar"):
+    # None of these, nor the norm of what linear attention says, is a difference from the model's offset.
+    if module in ("o_norm", "layer_scalar") or kind in _SCALES_OF_ROUTERS:
         return torch.ones(box.sizes)
     std = _initial_std(config, name, box.global_shape[-1])
     if std is None:
@@ -105,7 +106,7 @@ def _initial_std(config: ModelConfig, name: str, inputs: int) -> float | None:
     ones.
     """
     module, kind = name.split(".")[-2:]
-    if kind in _START_AT_ZERO or module.endswith("norm") or module == "layer_scalar":
+    if kind in _START_AT_ZERO + _SCALES_OF_ROUTERS or module.endswith("norm") or module == "layer_scalar":
         return None
     if module in _READ_A_LATENT:
         return math.sqrt(2 / (5 * inputs))

@@ -99,6 +99,10 @@ class Router:
     bias: bool = False
     """Whether scores are made with a bias b, which is trained."""
     bias_correction: bool = False
+    input_norm: bool = False
+    """Whether the router reads its input normed, times a vector of its own over the root of the width (Gemma 4)."""
+    expert_scales: bool = False
+    """Whether the weight of each expert's output is multiplied by a number of that expert, which is trained."""
     jitter: float = 0.0
     """sparse-mixer: half the share of the highest logit within which others take part."""
     input_jitter: float = 0.0
@@ -121,6 +125,9 @@ class Experts:
     shared: Dense | None = None
     shared_gate: bool = False
     """Whether the output of the shared network is multiplied by sigmoid(x w) (Qwen2-MoE)."""
+    branch_norms: bool = False
+    """Whether experts and shared network have norms of their own before and behind them, in place of the layer's one
+    before both (Gemma 4). The router reads what neither has normed."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -142,17 +149,23 @@ class Experts:
             raise ModelError(f"SparseMixer gives a token 2 experts, not {self.top_k}")
         if self.shared_gate and self.shared is None:
             raise ModelError("there is no shared expert for the gate of one")
+        if self.branch_norms and self.shared is None:
+            raise ModelError("experts that are normed apart from a shared network need one")
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass; of all experts in one tensor."""
         count, inner = self.num_experts, self.intermediate_size
         shapes = linear_shapes("router", count, width, self.router.bias)
         shapes |= {"router.correction": (count,)} if self.router.bias_correction else {}
+        shapes |= {"router.scale": (width,)} if self.router.input_norm else {}
+        shapes |= {"router.expert_scales": (count,)} if self.router.expert_scales else {}
         shapes |= linear_shapes("experts.gate_proj", inner, width, self.bias, count)
         shapes |= linear_shapes("experts.up_proj", inner, width, self.bias, count)
         shapes |= linear_shapes("experts.down_proj", width, inner, self.bias, count)
         if self.shared is not None:
             shapes |= {f"shared.{name}": shape for name, shape in self.shared.parameter_shapes(width).items()}
+        if self.branch_norms:
+            shapes |= dict.fromkeys((f"{name}.weight" for name in BRANCH_NORMS), (width,))
         return shapes | ({"shared_gate.weight": (1, width)} if self.shared_gate else {})
 
     def product_weights(self, width: int) -> int:
@@ -172,10 +185,12 @@ class Experts:
         shared = nothing if self.shared is None else self.shared.kept(width, tensor)
         gated = width if self.shared_gate else 0
         gated += 2 * width if self.router.input_jitter else 0  # the factors of its input, and their product with it
+        gated += width if self.router.input_norm else 0  # its input in float32
+        behind = 2 * width if self.branch_norms else 0  # the inputs of norms; those before replace the layer's one
         return {
-            "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated,
-            "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated,
-            "selective": self.top_k * (2 * inner + width) + shared["selective"] + gated,
+            "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated + behind + behind // 2,
+            "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated + behind,
+            "selective": self.top_k * (2 * inner + width) + shared["selective"] + gated + behind,
         }
 
     @property
@@ -193,11 +208,15 @@ class Experts:
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.branch_norms and degree > 1:
+            return "norms stand behind the experts and behind the dense network, which need whole sums: use `expert`"
         if self.intermediate_size % degree:
             return f"{degree} does not divide the experts' width of {self.intermediate_size}"
         return None if self.shared is None else self.shared.uncuttable(degree)
 
 
+BRANCH_NORMS = ("input_norm", "output_norm", "shared_input_norm", "shared_output_norm")
+"""The norms of experts and a shared network that are normed apart."""
 Norms = Literal["pre", "post", "sandwich", "shared"]
 NormKind = Literal["rms", "layer", "layer-bias"]
 """RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) without or with a bias."""
@@ -240,7 +259,9 @@ class LayerSpec:
     def normed_before(self) -> tuple[str, ...]:
         """The halves that have a norm of their own before them, or one for both, which has the name of attention's."""
         of_place = {"post": (), "shared": ("attention",)}
-        return of_place.get(self.norms, ("attention", "mlp"))
+        halves = of_place.get(self.norms, ("attention", "mlp"))
+        apart = isinstance(self.feed, Experts) and self.feed.branch_norms
+        return tuple(half for half in halves if half == "attention" or not apart)
 
     @property
     def normed_behind(self) -> bool:

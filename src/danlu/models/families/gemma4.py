@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.family import GENERATION_ONLY, Family, Stored
 from danlu.models.families.gemma import GEMMA_MODULES
 from danlu.models.families.layer_keys import (
     HF_ACTIVATIONS,
@@ -20,7 +20,7 @@ from danlu.models.families.layer_keys import (
 )
 from danlu.models.hf_rope import RopeRules, read_ropes_by_type, write_rope_parameters
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Dense, Experts, LayerSpec, Router
 from danlu.models.mixer_spec import Heads
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -45,7 +45,7 @@ def read_gemma4(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     mixer = replace(plain.attention, scale=1.0, qk_norm="head", value_norm=True, **attention_biases(hf))
     heads = {_SLIDING: mixer, _FULL: _full_heads(hf, mixer, windows)}
     ropes = _read_ropes(hf, {kind: each.head_dim for kind, each in heads.items()})
-    feed = replace(plain.feed, activation=activation_of(hf, "hidden_activation"))
+    feed = _read_feed(hf, plain.feed.intermediate_size)
     of_window = {
         window: replace(
             plain,
@@ -79,14 +79,48 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": sliding.kv_heads,
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.kv_heads if full.values_are_keys else None,
-        "hidden_activation": HF_ACTIVATIONS[config.layers[0].feed.activation],
         "sliding_window": one_window(config) or _DEFAULTS["sliding_window"],
         "layer_types": layer_types_of(config),
         "final_logit_softcapping": config.final_softcap,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
+        **_feed_keys(config.layers[0].feed),
     }
+
+
+def _read_feed(hf: HFValues, width: int) -> Dense | Experts:
+    dense = Dense(width, activation_of(hf, "hidden_activation"))
+    if not hf.flag("enable_moe_block"):
+        return dense
+    return Experts(
+        num_experts=hf.integer("num_experts"),
+        top_k=hf.integer("top_k_experts"),
+        intermediate_size=hf.integer("moe_intermediate_size"),
+        activation=dense.activation,
+        router=Router(normalise=True, input_norm=True, expert_scales=True),
+        shared=dense,
+        branch_norms=True,
+    )
+
+
+def _feed_keys(feed: Dense | Experts) -> dict[str, Any]:
+    if isinstance(feed, Dense):
+        return {"enable_moe_block": False, "hidden_activation": HF_ACTIVATIONS[feed.activation]}
+    assert feed.shared is not None, "experts stand next to a dense network"
+    return {
+        "enable_moe_block": True,
+        "hidden_activation": HF_ACTIVATIONS[feed.activation],
+        "intermediate_size": feed.shared.intermediate_size,
+        "moe_intermediate_size": feed.intermediate_size,
+        "num_experts": feed.num_experts,
+        "top_k_experts": feed.top_k,
+    }
+
+
+def read_gemma4_unified(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    if hf.flag("enable_moe_block"):
+        raise hf.error("enable_moe_block", "transformers does not read it for this family")
+    return read_gemma4(hf, plain, layers)
 
 
 def _refuse_parts(hf: HFValues) -> None:
@@ -96,8 +130,6 @@ def _refuse_parts(hf: HFValues) -> None:
         )
     if hf.optional_integer("num_kv_shared_layers"):
         raise hf.error("num_kv_shared_layers", "keys and values that layers share are not supported")
-    if hf.flag("enable_moe_block"):
-        raise hf.error("enable_moe_block", "experts next to a dense network, as Gemma 4 26B has, are not supported")
     for key in ("rope_theta", "rope_scaling"):
         if key in hf:
             raise hf.error(key, "transformers does not read it for this family; say it in rope_parameters")
@@ -140,6 +172,21 @@ def _read_ropes(hf: HFValues, head_dims: Mapping[str, int]) -> Mapping[str, Any]
     return read_ropes_by_type(hf, head_dims, _ROPE, local_theta=("rope_theta", 10_000.0))
 
 
+_MODULES: dict[str, str | Stored] = {**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"}
+_EXPERTS_MODULES: dict[str, str | Stored] = {
+    **_MODULES,
+    "mlp.router.weight": "router.proj.weight",
+    "mlp.router.scale": "router.scale",
+    "mlp.router.expert_scales": "router.per_expert_scale",
+    "mlp.experts.gate_proj.weight": Stored("experts.gate_up_proj"),
+    "mlp.experts.up_proj.weight": Stored("experts.gate_up_proj"),
+    "mlp.experts.down_proj.weight": Stored("experts.down_proj"),
+    "mlp.input_norm": "pre_feedforward_layernorm_2",
+    "mlp.output_norm": "post_feedforward_layernorm_2",
+    "mlp.shared": "mlp",
+    "mlp.shared_input_norm": "pre_feedforward_layernorm",
+    "mlp.shared_output_norm": "post_feedforward_layernorm_1",
+}
 _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
@@ -161,7 +208,9 @@ FAMILIES: dict[str, Family] = {
         architectures=GENERATION_ONLY,
         read=read_gemma4,
         write=write_gemma4,
-        modules={**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"},
+        modules=_EXPERTS_MODULES,
+        has_experts=True,
+        experts_module="experts",
         rope=_ROPE,
         ropes_differ=True,
         defaults=_DEFAULTS,
@@ -169,9 +218,9 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified_text": Family(
         architecture="Gemma4Unified",
         architectures=GENERATION_ONLY,
-        read=read_gemma4,
+        read=read_gemma4_unified,
         write=write_gemma4,
-        modules={**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"},
+        modules=_MODULES,
         rope=_ROPE,
         ropes_differ=True,
         defaults={
