@@ -1637,7 +1637,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_flops.py",
     ),
     Mutation(
-        "planning/machine_profile.py",
+        "planning/product_peak.py",
         'return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"',
         'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',
         "planning/test_precision.py",

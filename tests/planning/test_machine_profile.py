@@ -1,95 +1,169 @@
+"""Profiles of machines: their files, and the seconds that they give; with invented measurements."""
+
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from danlu.core.errors import DataError, RecipeError
 from danlu.planning import machine_profile
+from danlu.planning.cluster import Cluster, Link
+from danlu.planning.machine_profile import GROUPED, Machine, MachineProfile, machine_here
+from danlu.planning.measured_table import Table
+
+MACHINE = Machine("A processor", "cpu", 2, 1, "2.13.0")
+PRODUCTS = ((1, 512), (64, 512), (64, 512))
+LINK = (1024, 1 << 20)
 
 
-def test_a_measurement_is_positive_and_leaves_random_numbers_alone() -> None:
-    before = torch.get_rng_state()
-    assert machine_profile.measure(torch.float32, "cpu", seconds=0.02) > 1e8
-    assert torch.equal(before, torch.get_rng_state())
+def profile(machine: Machine = MACHINE, at: str = "2026-11-27T12:00:00+00:00") -> MachineProfile:
+    products = [2 * m * n * k / 1e11 for m, n, k in itertools.product(*PRODUCTS)]
+    tables = {
+        "product fp32": Table.rising(PRODUCTS, products),
+        "grouped fp32": Table.rising(((4, 16), (8, 64)), [4 * 8 / 1e6, 4 * 64 / 1e6, 16 * 8 / 1e6, 16 * 64 / 1e6]),
+        "copy fp32": Table.rising(((1 << 16, 1 << 20),), [1e-6, 1e-4]),
+        "attention fp32": Table.rising(((64, 512), (1, 4), (64,)), [1e-5, 4e-5, 6.4e-4, 2.56e-3], (2, 1, 1)),
+        "attention_backward fp32": Table.rising(((64, 512), (1, 4), (64,)), [2e-5, 8e-5, 1e-3, 5e-3], (2, 1, 1)),
+        "adamw": Table.rising(((1024, 4096),), [1e-6, 4e-6]),
+        "dequantize_nf4": Table.rising(((1024, 4096),), [2e-6, 8e-6]),
+        "call": Table.rising(((1,),), [1e-6]),
+        "call_trained": Table.rising(((1,),), [2e-5]),
+    }
+    if machine.processes > 1:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
+            tables[kind] = Table.rising((LINK,), [1e-4, 1e-4 + ((1 << 20) - 1024) / 2e9])
+    return MachineProfile(machine, tables, at)
 
 
-def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(
-        machine_profile, "measure", lambda dtype, device, seconds: calls.append(dtype) or 1e9 * len(calls)
-    )
-    for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32):
-        machine_profile.measured_peak(dtype, "cpu", cache=tmp_path)
-    assert calls == [torch.float32, torch.bfloat16]
-    kept = json.loads((tmp_path / "gemm.json").read_text())
-    assert sorted(kept.values()) == [1e9, 2e9]
-    assert any(key.endswith("bfloat16") for key in kept)
-    assert machine_profile.measured_peak(torch.bfloat16, "cpu", cache=tmp_path, fresh=True) == 3e9
-    assert machine_profile.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 3e9
-    assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]  # no half-written file
+def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    written = profile()
+    file = written.write(tmp_path)
+    assert MachineProfile.read(file) == written
+    assert [path.name for path in tmp_path.iterdir()] == [MACHINE.file_name]
+    changed = replace(written, tables={**written.tables, "call": Table.rising(((1,),), [9e-6])})
+    assert changed.write(tmp_path) == file and MachineProfile.read(file) == changed != written
 
 
 @pytest.mark.parametrize(
-    ("name", "bfloat16", "float16"),
+    ("content", "said"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4e12, 989.4e12),
-        ("NVIDIA H100 PCIe", 756e12, 756e12),
-        ("NVIDIA H200", 989.4e12, 989.4e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12),
-        ("NVIDIA A10", 125e12, 125e12),
-        ("NVIDIA A10G", None, None),
-        ("NVIDIA A800-SXM4-80GB", 312e12, 312e12),
-        ("NVIDIA H800", 989.4e12, 989.4e12),
-        ("NVIDIA L4", 121e12, 121e12),
-        ("NVIDIA L40S", 362e12, 362e12),
-        ("Tesla T4", None, 65e12),
-        ("Tesla V100-SXM2-32GB", None, 125e12),
-        ("AMD Instinct MI300X", 1307.4e12, 1307.4e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GH200 480GB", None, None),
+        ("", "or torn"),
+        ('{"format": 1, "machine"', "or torn"),
+        ("[]", "or torn"),
+        ('{"format": 2}', "format 2, and this danlu reads 1"),
+        ('{"format": 1, "machine": {"processor": "x"}}', "or torn"),
     ],
 )
-def test_specifications_are_found_by_the_name_of_the_device(
-    name: str, bfloat16: float | None, float16: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert machine_profile.specified_peak(torch.bfloat16, "cuda") == bfloat16
-    assert machine_profile.specified_peak(torch.float16, "cuda") == float16
-    assert machine_profile.specified_peak(torch.float32, "cuda") is None
-    assert machine_profile.specified_peak(torch.bfloat16, "cpu") is None
+def test_a_torn_profile_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / MACHINE.file_name
+    file.write_text(content)
+    with pytest.raises(DataError) as found:
+        MachineProfile.read(file)
+    assert str(file) in str(found.value) and said in str(found.value)
+    assert "Measure it again with danlu bench machine" in str(found.value)
 
 
-def test_it_is_said_which_peak_divides() -> None:
-    peak = machine_profile.Peak(torch.bfloat16, 712.4e12, 989.4e12, processes=8)
-    assert peak.divisor == 8 * 712.4e12
-    assert peak.line() == (
-        "mfu: divided by the measured peak, 712 TFLOP/s with bfloat16 in each of 8 processes, and not by the device's "
-        "specification, 989 TFLOP/s"
-    )
-    assert machine_profile.Peak(torch.float32, 81.2e9, None).line() == (
-        "mfu: divided by the measured peak, 81 GFLOP/s with float32; no specification of this device is known"
-    )
+def test_a_profile_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    file = profile().write(tmp_path)
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 97):
+        file.write_bytes(whole[:length])
+        with pytest.raises(DataError):
+            MachineProfile.read(file)
+    file.write_bytes(whole)
+    assert MachineProfile.read(file) == profile()
 
 
-def test_the_key_tells_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    for threads in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        keys.append(machine_profile.machine_key(torch.float32, torch.device("cpu")))
-    assert keys[0] != keys[1]
+def test_a_profile_of_another_machine_is_refused_under_this_ones_name(tmp_path: Path) -> None:
+    foreign = profile(replace(MACHINE, processor="Another processor")).write(tmp_path)
+    file = foreign.rename(tmp_path / MACHINE.file_name)
+    with pytest.raises(DataError, match=r"is of another machine \(Another processor, 2 threads, torch 2.13.0\)"):
+        MachineProfile.read(file)
+    assert MachineProfile.read(file.rename(tmp_path / "theirs.json")).machine.processor == "Another processor"
+    with pytest.raises(DataError, match="no such profile. Run danlu bench machine"):
+        MachineProfile.read(file)
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", '{"a": 1', '{"a": "x"}'])
-def test_a_damaged_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(machine_profile, "measure", lambda *_: 5e9)
-    (tmp_path / "gemm.json").write_text(content)
-    assert machine_profile.measured_peak(torch.float32, "cpu", cache=tmp_path) == 5e9
-    assert list(json.loads((tmp_path / "gemm.json").read_text()).values()) == [5e9]
+def test_this_machines_newest_profile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert MachineProfile.here(folder=tmp_path, device="cpu") is None
+    here = machine_here("cpu", threads=4)
+    for machine, minute in (
+        (here, 1),
+        (replace(here, threads=2), 2),
+        (replace(here, processes=2, threads=1), 3),
+        (replace(here, torch="1.0"), 4),
+        (replace(here, processor="Another"), 5),
+    ):
+        profile(machine, f"2026-11-27T12:0{minute}:00+00:00").write(tmp_path)
+
+    def threads(**options: int) -> int | None:
+        found = MachineProfile.here(folder=tmp_path, device="cpu", **options)
+        return None if found is None else found.machine.threads
+
+    assert [threads(), threads(threads=4), threads(threads=3), threads(processes=2)] == [2, 4, None, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads() == 4
+    (tmp_path / "torn.json").write_text("{")
+    assert threads() == 4
+    with pytest.raises(DataError, match="torn"):
+        threads(threads=3)
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_profile, "measure", lambda *_: 5e9)
-    (tmp_path / "file").write_text("")
-    assert machine_profile.measured_peak(torch.float32, "cpu", cache=tmp_path / "file") == 5e9
+def test_seconds_are_those_of_the_tables() -> None:
+    found = profile()
+    assert found.product_seconds(512, 512, 64, "fp32") == 2 * 512 * 512 * 64 / 1e11
+    assert found.product_seconds(1024, 512, 64, "fp32").extrapolated
+    assert found.bytes_seconds(1 << 20) == 1e-4
+    assert found.attention_seconds(512, 4, 64, "fp32") == 2.56e-3
+    assert found.attention_seconds(512, 4, 128, "fp32").extrapolated
+    assert found.attention_seconds(64, 1, 64, "fp32", backward=True) == 2e-5
+    assert found.update_seconds(2048) == pytest.approx(2e-6)
+    assert found.dequantize_seconds(2048) == pytest.approx(4e-6)
+    assert [found.call_seconds(), found.call_seconds(trained=True)] == [1e-6, 2e-5]
+    assert found.peaks() == {"fp32": pytest.approx(1e11)}
+    assert found.bandwidth() == (1 << 20) / 1e-4
+    with pytest.raises(RecipeError, match=r"product bf16 was not measured, but adamw, attention fp32, "):
+        found.product_seconds(1, 64, 64, "bf16")
+
+
+def test_grouped_products_of_other_matrices_take_as_much_longer_as_one_does() -> None:
+    found = profile()
+    measured = found.grouped_seconds(4, 64, GROUPED, GROUPED, "fp32")
+    assert measured == 4 * 64 / 1e6 and not measured.extrapolated
+    assert found.grouped_seconds(4, 64, GROUPED, 64, "fp32") == pytest.approx(measured / 8)
+
+
+def test_collectives_of_other_numbers_of_ranks_follow_a_ring() -> None:
+    found = profile(replace(MACHINE, processes=2, threads=1))
+    measured = found.collective_seconds("all_reduce", 1 << 20, 2)
+    assert measured == found.tables["all_reduce"].seconds[-1] and not measured.extrapolated
+    four = found.collective_seconds("all_reduce", 1 << 20, 4)
+    rest = measured - 1e-4
+    assert four.extrapolated and four == pytest.approx(3e-4 + 1.5 * rest)
+    assert found.collective_seconds("all_gather", 1 << 20, 1) == 0
+    assert found.collective_seconds("send", 1 << 20, 4) == found.tables["send"].seconds[-1]
+    with pytest.raises(RecipeError, match="no links measured. Run danlu bench machine --processes 4"):
+        profile().collective_seconds("all_reduce", 1024, 4)
+
+
+def test_a_cluster_has_the_profiles_speed_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danlu.planning.cluster.nvidia_devices", list)
+    alone = Cluster.here(profile())
+    assert (alone.card.name, alone.ranks, alone.card.bandwidth) == ("A processor", 1, (1 << 20) / 1e-4)
+    assert alone.card.peak("fp32") == pytest.approx(1e11)
+    both = Cluster.here(profile(replace(MACHINE, processes=2, threads=1)))
+    (link,) = both.links
+    assert both.ranks == 2 and both.link_between([0, 1]) == link
+    assert link == Link(None, pytest.approx(2e9), 1e-4)
+
+
+def test_reading_a_profile_does_not_ask_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "nvidia_devices", lambda: [("NVIDIA H100 80GB HBM3", 81559 << 20)])
+    assert machine_here().processor == "NVIDIA H100 80GB HBM3"
+    assert machine_here("cpu").device == "cpu"
+    assert json.loads(profile().write(tmp_path).read_text())["format"] == machine_profile.FORMAT

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from danlu.planning import machine_profile
-from danlu.planning.machine_profile import fastest, in_gflops, product_speeds, slower
+from danlu.planning import product_peak
+from danlu.planning.product_peak import fastest, in_gflops, product_speeds, slower
 
 NO_AMX, AMX, ALIKE = ({"fp32": 163e9, "bf16": bf16} for bf16 in (122e9, 1100e9, 155e9))
 
@@ -36,12 +36,12 @@ def test_nothing_is_said_of_a_choice_that_is_as_fast_as_any(chosen: str, speeds:
 def test_speeds_are_measured_once_and_shared_with_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[torch.dtype] = []
     monkeypatch.setattr(
-        machine_profile, "measure", lambda dtype, device, seconds: measured.append(dtype) or 1e9 * len(measured)
+        product_peak, "measure", lambda dtype, device, seconds: measured.append(dtype) or 1e9 * len(measured)
     )
     assert product_speeds("cpu", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9}
     assert product_speeds("cpu", also="bf16", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9}
     assert product_speeds("cpu", also="fp16", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9, "fp16": 3e9}
     assert measured == [torch.float32, torch.bfloat16, torch.float16]
-    assert machine_profile.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 2e9
+    assert product_peak.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 2e9
     assert in_gflops({"fp32": 1e9}, "fp32") == "matrix products of 1 GFLOP/s with fp32"
-    assert machine_profile.SECONDS * len(machine_profile.CANDIDATES) < 1
+    assert product_peak.SECONDS * len(product_peak.CANDIDATES) < 1

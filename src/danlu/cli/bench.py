@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from danlu.cli.model_flags import Device, Dtype, check_flags
-from danlu.core.errors import DataError
+from danlu.core.errors import DataError, RecipeError
 from danlu.core.terminal import echo
 
 if TYPE_CHECKING:
     from danlu.core.types import Pack
     from danlu.inference.generation_config import Precision
     from danlu.inference.resolve_model import ResolvedModel
+    from danlu.planning.machine_profile import MachineProfile
     from danlu.recipe.sections import QuantizationSection
 
 MAX_WINDOW = 2048  # tokens that are scored at once, where the model's context is no shorter
@@ -27,52 +29,65 @@ app = typer.Typer(help="Measure this machine, or a model.", no_args_is_help=True
 
 
 @app.command()
-def gemm(
-    seconds: Annotated[float, typer.Option(min=0.05, help="Time for each measurement.")] = 1.0,
-    threads: Annotated[list[int] | None, typer.Option(min=1, help="CPU threads; may be given several times.")] = None,
+def machine(
+    processes: Annotated[
+        int, typer.Option(min=1, help="Measure so many processes at once too, and the links between them.")
+    ] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each process; by default OMP_NUM_THREADS, else a share.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a profile, for scripts.")] = False,
 ) -> None:
-    """The fastest matrix product by type and threads: the peak that a run's utilisation (MFU) is measured against.
+    """Measure this machine for planning: products, memory, attention, optimizer, links. It takes half a minute or so.
 
-    The numbers are kept in ~/.cache/danlu/gemm.json, where training looks for them.
+    The profiles are kept in ~/.cache/danlu/machine, one for each number of processes, and the fastest products, which
+    MFU is measured against, in ~/.cache/danlu/gemm.json, where training looks for them.
     """
     # torch takes a second to import, which `danlu bench --help` should not.
     import torch
 
     from danlu.core.errors import ResourceError
-    from danlu.planning.machine_profile import measured_peak, specified_peak
+    from danlu.core.machine import usable_cores
+    from danlu.numerics.dtypes import DTYPES
+    from danlu.planning.machine_profile import machine_here
+    from danlu.planning.measure_links import measure_machine
+    from danlu.planning.product_peak import measured_peak, specified_peak
 
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not auto, cpu or cuda", param_hint="--device")
-    if device == "cuda" and not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
         raise ResourceError("--device cuda: torch sees no GPU here. Use --device cpu.")
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
-    kind = "cpu" if on_cpu else "cuda"
-    for count in (threads or _thread_counts(os.cpu_count() or 1)) if on_cpu else [torch.get_num_threads()]:
-        torch.set_num_threads(count)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            peak = measured_peak(dtype, kind, seconds, fresh=True)
-            specified = specified_peak(dtype, kind)
-            name = str(dtype).removeprefix("torch.")
-            if as_json:
-                line = {
-                    "dtype": name,
-                    "device": kind,
-                    "threads": count,
-                    "flops_per_second": peak,
-                    "specified_flops_per_second": specified,
-                }
-                echo(json.dumps(line))
-            else:
-                where = f"{count:3d} thread{'s' if count > 1 else ' '}" if on_cpu else torch.cuda.get_device_name()
-                known = "" if specified is None else f"  (specified: {specified / 1e9:.1f})"
-                echo(f"{name:10}{where}  {peak / 1e9:10.1f} GFLOP/s{known}")
+    kind: Literal["cpu", "cuda"] = "cuda" if gpus and device != "cpu" else "cpu"
+    if kind == "cuda" and processes > gpus:
+        raise ResourceError(f"--processes {processes}: there are {gpus} GPUs here, and each process needs one.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    for precision, dtype in DTYPES.items():
+        peak, specified = measured_peak(dtype, kind, fresh=True), specified_peak(dtype, kind)
+        if not as_json:
+            known = "" if specified is None else f"  (specified: {specified / 1e9:,.0f})"
+            echo(f"fastest product with {precision}  {peak / 1e9:10,.1f} GFLOP/s{known}")
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    set_threads = threads or (int(variable) if variable.isdigit() else None)
+    for count in dict.fromkeys((1, processes)):
+        own_threads = set_threads or (torch.get_num_threads() if count == 1 else max(1, usable_cores() // count))
+        profile = measure_machine(machine_here(kind, own_threads, count))
+        try:
+            file = str(profile.write())
+        except OSError as error:
+            raise ResourceError(f"~/.cache/danlu/machine: the profile cannot be kept there: {error.strerror}") from None
+        if as_json:
+            echo(json.dumps({"file": file, **profile.to_json()}))
+        else:
+            show_profile(profile, file)
 
 
-def _thread_counts(cores: int) -> list[int]:
-    """1, 2, 4 ... and all of them."""
-    return sorted({2**power for power in range(cores.bit_length()) if 2**power <= cores} | {cores})
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def gemm() -> None:
+    """Say what measures products now."""
+    raise RecipeError("danlu bench gemm is now danlu bench machine, which measures products and more. Run that")
 
 
 @app.command()
@@ -182,6 +197,51 @@ def perplexity(
     scores = evaluate(DecoderLearner(opened.model, opened.model, place, opened.dtype, 1), packs)
     assert scores is not None, "windows have tokens to score"
     return scores.perplexity
+
+
+def show_profile(profile: MachineProfile, file: str) -> None:
+    """Prints the main numbers of a profile."""
+    # Here because rich costs as much as the rest of a command line that only asks for help.
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    precisions = list(profile.peaks())
+    for heading in ("", *precisions):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+
+    def rate(title: str, amount: float, seconds: Callable[[str], float]) -> None:
+        table.add_row(title, *(f"{amount / seconds(precision) / 1e9:,.1f}" for precision in precisions))
+
+    square, row = (1024, 1024, 1024), (1, 1024, 1024)
+    rate("products of 1024 rows, GFLOP/s", 2 * 1024**3, lambda precision: profile.product_seconds(*square, precision))
+    rate("products of one row, GFLOP/s", 2 * 1024**2, lambda precision: profile.product_seconds(*row, precision))
+    work = 2 * 1024 * 1024 * 8 * 64  # the half of 4 x length^2 x heads x width that is not masked
+    rate(
+        "attention, 1024 tokens, 8 heads, GFLOP/s",
+        work,
+        lambda precision: profile.attention_seconds(1024, 8, 64, precision),
+    )
+    rate(
+        "its backward pass, GFLOP/s",
+        5 * work / 2,
+        lambda precision: profile.attention_seconds(1024, 8, 64, precision, backward=True),
+    )
+    rate("copies of 64 MiB, GB/s", 1 << 27, lambda precision: profile.bytes_seconds(1 << 27, "copy", precision))
+    rate("norms of 16 MiB, GB/s", 1 << 24, lambda precision: profile.bytes_seconds(1 << 24, "norm", precision))
+    echo(f"{profile.machine.key}:")
+    Console().print(table)
+    updates, dequantized = ((1 << 21) / seconds(1 << 21) / 1e6 for seconds in (
+        profile.update_seconds, profile.dequantize_seconds
+    ))  # fmt: skip
+    calls = [1e6 * profile.call_seconds(trained=trained) for trained in (False, True)]
+    echo(f"AdamW {updates:,.0f} million weights a second, NF4 made dense {dequantized:,.0f} million")
+    echo(f"a call {calls[0]:.1f} us, with its backward pass {calls[1]:.1f} us")
+    if (link := profile.link()) is not None:
+        ranks = profile.machine.processes
+        summed = (1 << 24) / profile.collective_seconds("all_reduce", 1 << 24, ranks) / 1e9
+        echo(f"links: {link[0] / 1e9:.2f} GB/s, {link[1] * 1e6:.0f} us; all_reduce of 16 MiB {summed:.2f} GB/s")
+    echo(f"kept in {file}")
 
 
 def show(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ driver. It is from torch's messages that memory ran out ("GPU 0 has a total capa
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -178,3 +179,14 @@ def find_card(kind: str) -> Card | str:
     names = {key: card.name for key, card in _BY_NAME.items()}
     known = ", ".join(card.name for card in CARDS)
     return f"no card {kind!r} is known.{did_you_mean(kind, names)} There are {known}"
+
+
+def nvidia_devices() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each GPU that nvidia-smi shows; none where there is no nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        rows = [line.rsplit(",", 1) for line in said.splitlines() if line.strip()]
+        return [(name.strip(), int(mebibytes) << 20) for name, mebibytes in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []

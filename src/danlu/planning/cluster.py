@@ -14,19 +14,21 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from danlu.core.errors import RecipeError
 from danlu.core.machine import total_memory_bytes
 from danlu.core.small_files import read_small_text
 from danlu.core.spelling import did_you_mean
-from danlu.planning.cards import PRECISIONS, Card, card_of_device, find_card
+from danlu.planning.cards import PRECISIONS, Card, card_of_device, find_card, nvidia_devices
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Problem
+
+if TYPE_CHECKING:
+    from danlu.planning.machine_profile import MachineProfile
 
 # Seconds until the first byte of a collective has arrived, of links that a name stands for; a file gives its own.
 NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 5e-6, 10e-6, 20e-6
@@ -151,20 +153,32 @@ class Cluster:
         return cls.read(text) if re.search(r"\.(ya?ml|json)$", text) else cls.parse(text)
 
     @classmethod
-    def here(cls, ranks: int | None = None) -> Cluster:
+    def here(cls, profile: MachineProfile | None = None, ranks: int | None = None) -> Cluster:
         """This machine: its GPUs, or its processors and their memory shared among ranks.
 
-        A CPU has no known bandwidth, peaks and links before it is measured. `ranks` counts processes; None: one for
-        each GPU, and one on a CPU. torch is not imported: nvidia-smi names the GPUs.
+        profile: gives measured bandwidth, peaks and links; without it those of a CPU are not known. ranks: processes;
+        None: as many as the profile has, else one for each GPU, and one on a CPU. torch is not imported: nvidia-smi
+        names the GPUs.
         """
         host = total_memory_bytes()
-        if devices := _nvidia_devices():
+        ranks = ranks or (profile.machine.processes if profile is not None else None)
+        if devices := [] if profile is not None and profile.machine.device == "cpu" else nvidia_devices():
             name, memory = devices[0]
             known = card_of_device(name) or Card(name, memory, None, {})
             cluster = cls.of_card(replace(known, memory_bytes=memory), 1, ranks or len(devices))
-            return replace(cluster, host_memory_bytes=host)
-        count = ranks or 1
-        return cls(Card("CPU", host // count, None, {}), 1, count, (), None, host)
+            cluster = replace(cluster, host_memory_bytes=host)
+        else:
+            count = ranks or 1
+            cluster = cls(Card("CPU", host // count, None, {}), 1, count, (), None, host)
+        return cluster if profile is None else _measured(cluster, profile)
+
+
+def _measured(cluster: Cluster, profile: MachineProfile) -> Cluster:
+    """The cluster with the bandwidth, peaks and links of a profile."""
+    peaks = {**cluster.card.peaks, **profile.peaks()}
+    card = replace(cluster.card, name=profile.machine.processor, bandwidth=profile.bandwidth(), peaks=peaks)
+    link = profile.link()
+    return replace(cluster, card=card, links=cluster.links if link is None else (Link(None, *link),))
 
 
 def _all_in_last(links: Sequence[Link], ranks: int) -> tuple[Link, ...]:
@@ -185,17 +199,6 @@ def _problem_of_counts(counts: Iterable[int]) -> str | None:
     if math.prod(counts) > _MOST_RANKS:
         return f"more than {_MOST_RANKS:,} cards"
     return None
-
-
-def _nvidia_devices() -> list[tuple[str, int]]:
-    """Name and bytes of memory of each GPU that nvidia-smi shows; none where there is no nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        rows = [line.rsplit(",", 1) for line in said.splitlines() if line.strip()]
-        return [(name.strip(), int(mebibytes) << 20) for name, mebibytes in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
 
 
 class _ClusterReader:

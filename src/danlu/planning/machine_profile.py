@@ -1,237 +1,225 @@
-"""The speed of matrix products on this machine: the peak that MFU is measured against, and the fastest precision.
+"""Profiles of machines: measured seconds of the operations of a step, by size and type. This imports no torch.
 
-The fastest precision (`precision: auto`, and a warning about a slower choice) depends on the processor: GPUs and CPUs
-with AMX multiply bf16 several times as fast as fp32; other CPUs convert it to float32 on the way, and are slower with
-it.
-
-Importing this file does not import torch; the functions that measure do.
+`measure_machine.py` and `measure_links.py` measure; `danlu bench machine` writes the result.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
-import platform
-import time
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from danlu.core.atomic_write import write_atomically
-from danlu.planning.cards import card_of_device
+from danlu.core.errors import DataError, RecipeError
+from danlu.core.small_files import parse_json, read_small
+from danlu.planning.cards import nvidia_devices
+from danlu.planning.measured_table import Seconds, Table
+from danlu.planning.product_peak import cpu_model
 
-if TYPE_CHECKING:
-    import torch
-
-_SIZES_CPU = (512, 1024, 2048)  # larger squares are no faster, and would take a quarter of a second each
-_SIZES_CUDA = (2048, 4096, 8192)
+FORMAT = 1
+"""The format of a profile's file; a change of the tables' meaning raises it."""
+PROFILES = "~/.cache/danlu/machine"
+Device = Literal["cpu", "cuda"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Streamed = Literal["copy", "add", "activation", "activation_backward", "norm", "norm_backward"]
+"""Operations that take as long as their bytes."""
+GROUPED = 512
+"""Inputs and outputs of the matrices of which grouped products are measured."""
+_AGAIN = "Measure it again with danlu bench machine"
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The peak that utilisation is measured against: FLOP/s of one process's matrix products."""
+class Machine:
+    """The machine that a profile is of: all that changes its speed."""
 
-    dtype: torch.dtype
-    measured: float
-    specified: float | None
-    """The peak of the maker's data sheet; None where `cards.py` does not know the device."""
-    processes: int = 1
+    processor: str  # as the system names it, or the GPU
+    device: Device
+    threads: int  # of each process
+    processes: int  # that compute at the same time
+    torch: str  # its version
 
     @property
-    def divisor(self) -> float:
-        """FLOP/s at which `mfu` is 1: the measured peak of all processes, which every machine has."""
-        return self.measured * self.processes
+    def key(self) -> str:
+        """One line that names the machine, for messages."""
+        several = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        return f"{self.processor}, {self.threads} threads{several}, torch {self.torch}"
 
-    def line(self) -> str:
-        """`mfu: divided by the measured peak, 712 TFLOP/s with bfloat16, and not by ...`: for the console."""
-        each = f" in each of {self.processes} processes" if self.processes > 1 else ""
-        line = f"mfu: divided by the measured peak, {_format_flops(self.measured)} with {_name(self.dtype)}{each}"
-        if self.specified is None:
-            return f"{line}; no specification of this device is known"
-        return f"{line}, and not by the device's specification, {_format_flops(self.specified)}"
+    @property
+    def file_name(self) -> str:
+        """The name of the profile's file."""
+        return f"{sha256(f'{self.device} {self.key}'.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Measured seconds of the operations of a step on one machine, by size and type; `danlu bench machine` writes it.
+
+    Precisions are those of a recipe: fp32, bf16, fp16. Sizes that were not measured are between or beyond those that
+    were, which the returned `Seconds` tell.
+    """
+
+    machine: Machine
+    tables: Mapping[str, Table]
+    measured_at: str = ""  # UTC, in ISO 8601
+
+    @classmethod
+    def read(cls, file: Path | str) -> MachineProfile:
+        """Reads a profile from its file. Raises DataError for a file that is none, is torn, or is of another machine
+        than its name says."""
+        file = Path(file)
+        try:
+            content = parse_json(read_small(file))
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r}, and this danlu reads {FORMAT}")
+            machine = Machine(**content["machine"])
+            tables = {str(name): Table.from_json(table) for name, table in content["tables"].items()}
+            profile = cls(machine, tables, str(content["measured_at"]))
+        except FileNotFoundError:
+            raise DataError(f"{file}: no such profile. Run danlu bench machine") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{file}: not a profile of a machine, or torn ({reason}). {_AGAIN}") from None
+        if file.name != machine.file_name and re.fullmatch(r"[0-9a-f]{16}\.json", file.name):
+            raise DataError(f"{file}: is of another machine ({machine.key}) than its name says. {_AGAIN}")
+        return profile
+
+    @classmethod
+    def here(
+        cls, processes: int = 1, threads: int | None = None, folder: str | Path = PROFILES, device: Device | None = None
+    ) -> MachineProfile | None:
+        """Returns the newest profile of this machine, without importing torch; None where it was not measured.
+
+        threads: of each process; None: OMP_NUM_THREADS where it is set, else any number. device: None is a GPU where
+        nvidia-smi shows one. Raises DataError for a torn file where there is no other.
+        """
+        if threads is None and (set_threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+            threads = int(set_threads)
+        here = machine_here(device, threads or 0, processes)
+        matching: list[MachineProfile] = []
+        torn: DataError | None = None
+        for file in sorted(Path(folder).expanduser().glob("*.json")):
+            try:
+                profile = cls.read(file)
+            except DataError as error:
+                torn = error
+                continue
+            machine = profile.machine
+            has_threads = threads is None or here.device == "cuda" or machine.threads == threads
+            if has_threads and replace(machine, threads=here.threads) == here:
+                matching.append(profile)
+        if not matching and torn is not None:
+            raise torn
+        return max(matching, key=lambda profile: profile.measured_at, default=None)
+
+    def write(self, folder: str | Path = PROFILES) -> Path:
+        """Writes the profile in place of an older one of this machine, and returns its file. Raises OSError."""
+        folder = Path(folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, **self.to_json()}
+        write_atomically(folder / self.machine.file_name, json.dumps(content).encode())
+        return folder / self.machine.file_name
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields for summary.json of a run."""
-        return {
-            "dtype": _name(self.dtype),
-            "measured_flops": self.measured,
-            "specified_flops": self.specified,
-            "processes": self.processes,
-            "mfu_divides_by": "measured_flops x processes",
-        }
+        """Returns machine, date and tables as JSON holds them."""
+        tables = {name: table.to_json() for name, table in self.tables.items()}
+        return {"machine": vars(self.machine), "measured_at": self.measured_at, "tables": tables}
+
+    def product_seconds(self, m: float, n: float, k: float, precision: str) -> Seconds:
+        """Seconds of a product of [m, k] with the transpose of [n, k]."""
+        return self._table("product", precision).at(m, n, k)
+
+    def grouped_seconds(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
+        """Seconds of the products of a number of groups, each of some rows [rows, k] with a matrix [k, n] of its own.
+
+        They are measured with matrices of one size; those of others take as much longer as one product does.
+        """
+        table = self._table("grouped", precision)
+        measured = table.at(groups, rows)
+        own = self.product_seconds(rows, n, k, precision)
+        of_measured = self.product_seconds(rows, GROUPED, GROUPED, precision)
+        return Seconds(measured * own / of_measured, measured.extrapolated or own.extrapolated)
+
+    def bytes_seconds(self, count: float, kind: Streamed = "copy", precision: str = "fp32") -> Seconds:
+        """Seconds of an operation that reads and writes `count` bytes together."""
+        return self._table(kind, precision).at(count)
+
+    def attention_seconds(
+        self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
+    ) -> Seconds:
+        """Seconds of causal attention in one document; with as many heads of keys as of queries."""
+        return self._table("attention_backward" if backward else "attention", precision).at(length, heads, width)
+
+    def update_seconds(self, elements: float) -> Seconds:
+        """Seconds of AdamW's update of float32 weights with both moments."""
+        return self._table("adamw").at(elements)
+
+    def dequantize_seconds(self, elements: float) -> Seconds:
+        """Seconds in which an NF4 matrix becomes a dense one."""
+        return self._table("dequantize_nf4").at(elements)
+
+    def call_seconds(self, *, trained: bool = False) -> Seconds:
+        """Seconds of an operation on next to nothing: the cost of the call; with gradients both ways together."""
+        return self._table("call_trained" if trained else "call").at(1)
+
+    def collective_seconds(self, kind: Collective, count: float, ranks: int) -> Seconds:
+        """Seconds of a collective of `ranks` processes: of a tensor of `count` bytes that is summed, that is gathered
+        in the end, that is scattered in the beginning, or that is sent.
+
+        Of another number of ranks than were measured by the steps and bytes of a ring. Raises RecipeError where links
+        were not measured.
+        """
+        if kind not in self.tables:
+            raise RecipeError(f"{self.machine.key}: no links measured. Run danlu bench machine --processes {ranks}")
+        seconds = self.tables[kind].at(count)
+        measured_ranks = self.machine.processes
+        if kind == "send" or ranks == measured_ranks:
+            return seconds
+        if ranks == 1:
+            return Seconds(0.0)
+        latency = self.tables[kind].at(self.tables[kind].axes[0][0])
+        rest = max(0.0, seconds - latency) * (1 - 1 / ranks) / (1 - 1 / measured_ranks)
+        return Seconds(latency * (ranks - 1) / (measured_ranks - 1) + rest, extrapolated=True)
+
+    def peaks(self) -> dict[str, float]:
+        """FLOP/s of the fastest product of each type that was measured."""
+        peaks = {}
+        for name, table in self.tables.items():
+            kind, _, precision = name.partition(" ")
+            if kind == "product":
+                work = (2 * math.prod(size) for size in itertools.product(*table.axes))
+                peaks[precision] = max(flops / time for flops, time in zip(work, table.seconds, strict=True))
+        return peaks
+
+    def bandwidth(self) -> float:
+        """Bytes/s of copies of the largest tensors, reads and writes together."""
+        table = self._table("copy", "fp32")
+        return table.axes[0][-1] / table.seconds[-1]
+
+    def link(self) -> tuple[float, float] | None:
+        """Bytes/s in one direction and seconds of latency between two processes; None where it was not measured."""
+        if (table := self.tables.get("send")) is None:
+            return None
+        (sizes,), seconds = table.axes, table.seconds
+        return (sizes[-1] - sizes[0]) / max(1e-12, seconds[-1] - seconds[0]), seconds[0]
+
+    def _table(self, kind: str, precision: str = "") -> Table:
+        name = f"{kind} {precision}".strip()
+        if name not in self.tables:
+            measured = ", ".join(sorted(self.tables)) or "nothing"
+            raise RecipeError(f"{self.machine.key}: {name} was not measured, but {measured}. {_AGAIN}")
+        return self.tables[name]
 
 
-def peak_of(dtype: torch.dtype, device: torch.device | str, processes: int = 1) -> Peak:
-    """The peak of each of several processes on devices like this one; measured once per machine."""
-    return Peak(dtype, measured_peak(dtype, device), specified_peak(dtype, device), processes)
-
-
-def specified_peak(dtype: torch.dtype, device: torch.device | str) -> float | None:
-    """FLOP/s of dense products by the data sheet of a GPU; None for others, and for types wider than 16 bits."""
-    import torch
-
-    device = torch.device(device)
-    if device.type != "cuda" or dtype.itemsize != 2:
-        return None
-    card = card_of_device(torch.cuda.get_device_name(device))
-    return None if card is None else card.peaks.get("fp16" if dtype == torch.float16 else "bf16")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _format_flops(flops: float) -> str:
-    return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"
-
-
-def measured_peak(
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seconds: float = 0.5,
-    cache: str | Path = "~/.cache/danlu",
-    fresh: bool = False,
-) -> float:
-    """FLOP/s of square matrix products of `dtype` on `device` with the present number of threads.
-
-    Measured once per machine, about `seconds` long, and then read from `gemm.json` in `cache` (unless `fresh`). A cache
-    that cannot be read is replaced by a new measurement; one that cannot be written costs the next run the same time
-    again.
-    """
-    import torch
-
-    file = Path(cache).expanduser() / "gemm.json"
-    key = machine_key(dtype, torch.device(device))
-    known = _read(file)
-    if fresh or key not in known:
-        known[key] = measure(dtype, device, seconds)
-        _write(file, known)
-    return known[key]
-
-
-def measure(dtype: torch.dtype, device: torch.device | str, seconds: float = 0.5) -> float:
-    """The best of as many products as fit into `seconds`, over several sizes; FLOP/s.
-
-    The best, because another process on the machine can only make a product slower; several sizes, because which one is
-    fastest depends on caches. A size is left out when two products of it would take more than its share of the time.
-    """
-    import torch
-
-    device = torch.device(device)
-    sizes = _SIZES_CUDA if device.type == "cuda" else _SIZES_CPU
-    share = seconds / len(sizes)
-    best = 0.0
-    for size in sizes:
-        if best and 2 * _flops(size) / best > share:
-            break
-        best = max(best, _best_of(size, dtype, device, share))
-    return best
-
-
-def _best_of(size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    import torch
-
-    started = time.perf_counter()
-    # A generator of its own: measuring must not move the run's random numbers.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right, out = (torch.empty(size, size, dtype=dtype, device=device) for _ in range(3))
-    for operand in (left, right):
-        operand.uniform_(-1, 1, generator=generator)
-    best = 0.0
-    while True:
-        product_started = time.perf_counter()
-        torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        product_ended = time.perf_counter()
-        best = max(best, _flops(size) / (product_ended - product_started))
-        if product_ended - started > seconds:
-            return best
-
-
-def _flops(size: int) -> int:
-    return 2 * size**3
-
-
-def machine_key(dtype: torch.dtype, device: torch.device) -> str:
-    """The key of a measurement: everything that changes the speed of a product."""
-    import torch
-
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
-    else:
-        processor = f"{_cpu_model()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
-    precision = f" ({torch.get_float32_matmul_precision()})" if dtype == torch.float32 else ""
-    return f"{processor} | torch {torch.__version__} | {_name(dtype)}{precision}"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # not Linux
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _read(file: Path) -> dict[str, float]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent, unreadable or torn: a cache is only ever a shortcut
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    return {key: value for key, value in content.items() if isinstance(value, float)}
-
-
-def _write(file: Path, known: dict[str, float]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(known, indent=1, sort_keys=True).encode())
-    except OSError:  # read-only or full: the number is still good, it is only not remembered
-        return
-
-
-Precision = Literal["fp32", "bf16", "fp16"]
-CANDIDATES: tuple[Precision, ...] = ("fp32", "bf16")
-"""The candidates of auto. Not fp16: it needs loss scaling, and nothing has fast fp16 products and slow bf16 ones."""
-NEAR = 1.1
-"""Speeds that are less than this factor apart are as good as equal: measurements differ by some percent."""
-SECONDS = 0.3  # for each measurement; several sizes of squares share it
-
-
-def product_speeds(
-    device: torch.device | str, *, also: str | None = None, cache: str | Path = "~/.cache/danlu"
-) -> dict[str, float]:
-    """FLOP/s of matrix products on `device` with the present number of threads, by precision.
-
-    also: a further precision. Each is measured once per machine and then read from `cache`.
-    """
-    from danlu.numerics.dtypes import DTYPES
-
-    precisions = dict.fromkeys((*CANDIDATES, also or CANDIDATES[0]))
-    return {name: measured_peak(DTYPES[name], device, SECONDS, cache) for name in precisions}
-
-
-def fastest(speeds: Mapping[str, float]) -> Precision:
-    """The faster one of fp32 and bf16; bf16 where they are near, as its activations take half the memory."""
-    return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"
-
-
-def slower(chosen: str, speeds: Mapping[str, float]) -> str | None:
-    """Warns about a chosen precision with slower products here than another's; None where they are not slower."""
-    best = max(speeds, key=lambda name: speeds[name])
-    if speeds[chosen] * NEAR > speeds[best]:
-        return None
-    return (
-        f"precision: {chosen} is slower than {best} on this machine: {in_gflops(speeds, chosen, best)}. "
-        f"Use precision: {best}, or auto, which takes the faster of fp32 and bf16"
-    )
-
-
-def in_gflops(speeds: Mapping[str, float], *precisions: str) -> str:
-    """Formats speeds: `matrix products of 122 GFLOP/s with bf16, 163 with fp32`."""
-    first, *rest = precisions
-    of_rest = [f"{speeds[name] / 1e9:,.0f} with {name}" for name in rest]
-    return "matrix products of " + ", ".join([f"{speeds[first] / 1e9:,.0f} GFLOP/s with {first}", *of_rest])
+def machine_here(device: Device | None = None, threads: int = 0, processes: int = 1) -> Machine:
+    """This machine, without importing torch. device: None is a GPU where nvidia-smi shows one."""
+    gpus = [] if device == "cpu" else nvidia_devices()
+    processor = gpus[0][0] if gpus else cpu_model()
+    return Machine(processor, "cuda" if gpus else "cpu", threads, processes, version("torch"))

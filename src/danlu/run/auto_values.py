@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from danlu.planning.machine_profile import fastest, in_gflops, product_speeds
+from danlu.planning.product_peak import fastest, in_gflops, product_speeds
 from danlu.recipe import Loaded, Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import value_at

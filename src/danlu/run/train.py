@@ -35,7 +35,7 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.phase import track_modules
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.planning.machine_profile import product_speeds, slower
+from danlu.planning.product_peak import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.recipe.device_map import named_devices
 from danlu.run.auto_values import with_auto_values
@@ -65,7 +65,7 @@ from danlu.training.watch import Watch
 if TYPE_CHECKING:
     from danlu.numerics.loss_scaling import LossScaler
     from danlu.optim.ema import Ema
-    from danlu.planning.machine_profile import Peak
+    from danlu.planning.product_peak import Peak
 
 Log = Callable[[str], None]
 

@@ -23,7 +23,7 @@ from danlu.data.tokenizing import TokenizerInfo
 from danlu.optim.build import Optimizers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.planning.machine_profile import Peak
+from danlu.planning.product_peak import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
 from danlu.training.data_loader import ItemSource, Stretch

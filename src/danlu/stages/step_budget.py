@@ -25,7 +25,7 @@ from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_byt
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
-from danlu.planning.machine_profile import Peak, peak_of
+from danlu.planning.product_peak import Peak, peak_of
 from danlu.stages.learner import objective_tensors
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import LeastSeconds

@@ -16,7 +16,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.types import Item, Pack
 from danlu.parallel.collective_traffic import Row, table
 from danlu.parallel.layout import Layout, divisors, layout_of
-from danlu.planning.machine_profile import fastest, product_speeds
+from danlu.planning.product_peak import fastest, product_speeds
 from danlu.recipe import Recipe, sections
 from danlu.report.verification import Verification
 from danlu.verification import classifier_proxy, decoder_proxy

@@ -1,0 +1,144 @@
+"""Measures this machine with several processes at once: each one's operations, and the links between them.
+
+The processes compute at the same time, as those of a run do, and share memory and caches meanwhile. On a CPU they talk
+by gloo over loopback, on GPUs by NCCL.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from danlu.core.errors import ResourceError
+from danlu.core.worker_process import Caller, WorkerProcess, decoded
+from danlu.parallel.comm import Group, new_group
+from danlu.planning.machine_profile import Collective, Machine, MachineProfile
+from danlu.planning.measure_machine import POINT_S, SIZES, Sizes, measure_tables
+from danlu.planning.measured_table import Table
+
+_START = "from danlu.planning.measure_links import serve; serve()"
+_LIMIT_S = 1800.0
+_CALLS_BYTES, _FEWEST_CALLS, _MOST_CALLS = 1 << 26, 5, 50
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The part of one process."""
+
+    machine: Machine
+    sizes: Sizes
+    point_s: float
+    rank: int
+    folder: str  # of the store at which the processes rendezvous
+
+
+def measure_machine(machine: Machine, point_s: float = POINT_S, sizes: Sizes | None = None) -> MachineProfile:
+    """Measures this machine and returns its profile; of one process in this one.
+
+    Raises ResourceError where a process ends before it has measured.
+    """
+    sizes = sizes or SIZES[machine.device]
+    if machine.processes > 1:
+        tables = _measure_together(machine, point_s, sizes)
+    else:
+        before = torch.get_num_threads()
+        torch.set_num_threads(machine.threads)
+        try:
+            tables = measure_tables(machine.device, sizes, point_s)
+        finally:
+            torch.set_num_threads(before)
+    return MachineProfile(machine, tables, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _measure_together(machine: Machine, point_s: float, sizes: Sizes) -> dict[str, Table]:
+    """The tables that the first of several processes has measured while the others did the same."""
+    variables = {"OMP_NUM_THREADS": str(machine.threads), "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory(prefix="danlu-links-") as folder:
+        workers = [
+            WorkerProcess(_START, _Request(machine, sizes, point_s, rank, folder), variables=variables)
+            for rank in range(machine.processes)
+        ]
+        try:
+            replies = [worker.receive(_LIMIT_S) for worker in workers]
+            failures = [worker.ending() for worker, reply in zip(workers, replies, strict=True) if reply is None]
+        except TimeoutError:
+            raise ResourceError(
+                f"the links between {machine.processes} processes: no answer in {_LIMIT_S:g} s"
+            ) from None
+        finally:
+            for worker in workers:
+                worker.end()
+    if failures:
+        raise ResourceError(f"one of {machine.processes} measuring processes {failures[0]}")
+    return {name: Table.from_json(table) for name, table in decoded(replies[0]).items()}
+
+
+def serve() -> None:
+    """Measures as one of several processes: the statement of a worker."""
+    caller = Caller()
+    request: _Request = caller.receive()
+    machine = request.machine
+    torch.set_num_threads(machine.threads)
+    if machine.device == "cuda":
+        torch.cuda.set_device(request.rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if machine.device == "cuda" else "gloo",
+        store=dist.FileStore(str(Path(request.folder) / "store"), machine.processes),  # type: ignore[attr-defined]
+        rank=request.rank,
+        world_size=machine.processes,
+        timeout=timedelta(seconds=_LIMIT_S),
+    )
+    tables = measure_tables(machine.device, request.sizes, request.point_s)
+    tables |= _measure_links(machine, request.sizes)
+    caller.reply({name: table.to_json() for name, table in tables.items()})
+    caller.receive()  # nothing comes: the caller ends all processes once it has all replies
+
+
+def _measure_links(machine: Machine, sizes: Sizes) -> dict[str, Table]:
+    """The tables of collectives between all processes; of messages between the first and the second."""
+    group = new_group("links", range(machine.processes))
+    device = torch.device(machine.device)
+    calls: dict[Collective, Callable[[torch.Tensor], Any]] = {
+        "all_reduce": group.sum,
+        "all_gather": lambda x: group.all_gather(x[: len(x) // group.size]),
+        "reduce_scatter": group.reduce_scatter,
+        "send": lambda x: _echo(group, x),
+    }
+    tables: dict[str, Table] = {}
+    for kind, call in calls.items():
+        seconds = []
+        for count in sizes.message_bytes:
+            elements = -(-count // 4 // group.size) * group.size
+            seconds.append(_seconds(call, torch.zeros(elements, device=device), count) / (2 if kind == "send" else 1))
+        tables[kind] = Table.rising((sizes.message_bytes,), seconds)
+    return tables
+
+
+def _seconds(call: Callable[[torch.Tensor], Any], x: torch.Tensor, count: int) -> float:
+    """Seconds of a call that all processes make as often."""
+    times = []
+    for _ in range(1 + max(_FEWEST_CALLS, min(_MOST_CALLS, _CALLS_BYTES // count))):
+        started = time.perf_counter()
+        call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return max(1e-9, min(times[1:]))
+
+
+def _echo(group: Group, x: torch.Tensor) -> None:
+    """Sends x from the first to the second process and back."""
+    if group.index == 0:
+        group.exchange([(x, 1)], [])
+        group.exchange([], [(x, 1)])
+    elif group.index == 1:
+        group.exchange([], [(x, 0)])
+        group.exchange([(x, 0)], [])

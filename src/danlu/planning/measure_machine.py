@@ -1,0 +1,295 @@
+"""Measures the operations of a step on this machine, one process of it: the tables of a `MachineProfile`.
+
+Each number is the fastest of as many calls as fit into its share of the time, at least two after a first one: other
+programs can only make a call slower. Matrices take turns in memory that caches do not hold, as the layers of a model
+do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from danlu.core.layer_types import Keys
+from danlu.models.attend import PackedAttention
+from danlu.models.grouped_mm import grouped_mm
+from danlu.models.ops import gated_mlp_activation, rms_norm
+from danlu.numerics.dtypes import DTYPES
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.optim.adamw import fused_adamw
+from danlu.planning.machine_profile import GROUPED, Device
+from danlu.planning.measured_table import Table
+
+Axis = tuple[int, ...]
+Call = Callable[[int], object]
+"""An operation, called with the number of its turn."""
+POINT_S = 0.04
+"""Seconds for each size of each table: the 300 of a CPU take some 20 s, as one call of the largest takes longer."""
+_MOST_COPIES = 16  # of a matrix that takes turns
+_WIDTH = 1024  # of the rows of norms and activations
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that are measured."""
+
+    precisions: tuple[str, ...]
+    products: tuple[Axis, Axis, Axis]  # rows, outputs, inputs
+    streamed_bytes: Axis
+    attention: tuple[Axis, Axis, Axis]  # length, heads, width of a head
+    grouped: tuple[Axis, Axis]  # groups, rows of each
+    elements: Axis  # of optimizers and quantized matrices
+    message_bytes: Axis
+    pool_bytes: int
+    """The memory with random numbers that operands are views of: more than caches hold, and than one call reads."""
+
+
+SIZES: dict[Device, Sizes] = {
+    "cpu": Sizes(
+        precisions=("fp32", "bf16"),
+        products=((1, 8, 64, 512, 2048), (64, 256, 1024, 4096), (64, 256, 1024, 4096)),
+        streamed_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 27),
+        attention=((64, 512, 2048), (2, 8), (64, 128)),
+        grouped=((4, 16), (8, 64, 256)),
+        elements=(1 << 14, 1 << 18, 1 << 21, 1 << 24),
+        message_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 24),
+        pool_bytes=1 << 28,
+    ),
+    "cuda": Sizes(
+        precisions=("fp32", "bf16", "fp16"),
+        products=((1, 16, 256, 2048, 8192), (256, 1024, 4096, 8192), (256, 1024, 4096, 8192)),
+        streamed_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28, 1 << 30),
+        attention=((256, 1024, 4096, 8192), (8, 32), (64, 128)),
+        grouped=((8, 64), (16, 128, 1024)),
+        elements=(1 << 16, 1 << 20, 1 << 24, 1 << 27),
+        message_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28),
+        pool_bytes=1 << 31,
+    ),
+}
+
+
+def measure_tables(device: Device, sizes: Sizes, point_s: float = POINT_S) -> dict[str, Table]:
+    """Measures all tables but those of links, on the current device and with the present number of threads."""
+    clock = _Clock(torch.device(device), point_s, sizes.pool_bytes)
+    tables: dict[str, Table] = {}
+    with torch.no_grad():
+        for precision in sizes.precisions:
+            dtype = DTYPES[precision]
+            tables[f"product {precision}"] = clock.table(sizes.products, clock.product, dtype)
+            tables[f"grouped {precision}"] = clock.table(sizes.grouped, clock.grouped, dtype)
+            for name, streamed in _STREAMED.items():
+                tables[f"{name} {precision}"] = clock.table((sizes.streamed_bytes,), partial(streamed, clock), dtype)
+            for name, make in (("attention", clock.attention), ("attention_backward", clock.attention_backward)):
+                tables[f"{name} {precision}"] = clock.table(sizes.attention, make, dtype, powers=(2, 1, 1))
+        tables["adamw"] = clock.table((sizes.elements,), clock.adamw, torch.float32)
+        tables["dequantize_nf4"] = clock.table((sizes.elements,), clock.dequantize, torch.float32)
+        tables["call"] = clock.table(((1,),), clock.call, torch.float32)
+        tables["call_trained"] = clock.table(((1,),), clock.call_trained, torch.float32)
+    return tables
+
+
+class _Clock:
+    """Times operations on a device, and gives them operands: views of random numbers, which they only read."""
+
+    def __init__(self, device: torch.device, point_s: float, pool_bytes: int) -> None:
+        self.device, self.point_s, self.pool_bytes = device, point_s, pool_bytes
+        # The process's random numbers stay as they are.
+        self.generator = torch.Generator(device).manual_seed(0)
+        self._pool = torch.empty(0, device=device)
+        self._start = 0  # of the next view
+
+    def table(
+        self,
+        axes: Sequence[Axis],
+        make: Callable[..., Call],
+        dtype: torch.dtype,
+        powers: Sequence[int] = (),
+    ) -> Table:
+        """The table of an operation: `make` gives the call that is timed at each size."""
+        seconds = [self.seconds(make(*size, dtype)) for size in itertools.product(*axes)]
+        return Table.rising(axes, seconds, powers)
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of a call."""
+        times = self._cuda_times(call) if self.device.type == "cuda" else self._cpu_times(call)
+        return max(1e-9, min(times))
+
+    def _cpu_times(self, call: Call) -> list[float]:
+        call(0)
+        times: list[float] = []
+        started = time.perf_counter()
+        for turn in itertools.count(1):
+            before = time.perf_counter()
+            call(turn)
+            after = time.perf_counter()
+            times.append(after - before)
+            if len(times) >= 2 and after - started > self.point_s:
+                return times
+        raise AssertionError("the loop has no end of its own")
+
+    def _cuda_times(self, call: Call) -> list[float]:
+        """Times by events: eight rounds of calls one behind the other, so that the launches are hidden where they are
+        in training."""
+        call(0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call(1)
+        torch.cuda.synchronize()
+        calls = max(1, min(1000, int(self.point_s / 8 / max(1e-6, time.perf_counter() - started))))
+        times = []
+        for _ in range(8):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for turn in range(calls):
+                call(turn)
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop) / 1000 / calls)
+        return times
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Numbers between -1 and 1, to be read only; the next ones of the pool, and the first ones after its last."""
+        elements = math.prod(shape)
+        if self._pool.dtype != dtype or len(self._pool) < elements:
+            size = max(elements, self.pool_bytes // dtype.itemsize)
+            self._pool = torch.empty(0, device=self.device)  # frees the old one first
+            self._pool = torch.empty(size, dtype=dtype, device=self.device).uniform_(-1, 1, generator=self.generator)
+            self._start = 0
+        if self._start + elements > len(self._pool):
+            self._start = 0
+        numbers = self._pool[self._start : self._start + elements].view(shape)
+        self._start += -(-elements // 64) * 64  # aligned as new memory is
+        return numbers
+
+    def rotated(self, *shape: int, dtype: torch.dtype) -> list[Tensor]:
+        """Returns as many such tensors as take turns."""
+        copies = max(1, min(_MOST_COPIES, self.pool_bytes // (math.prod(shape) * dtype.itemsize)))
+        return [self.random(*shape, dtype=dtype) for _ in range(copies)]
+
+    def product(self, m: int, n: int, k: int, dtype: torch.dtype) -> Call:
+        """The product of a linear layer, [m, k] x [n, k]."""
+        x, weights = self.random(m, k, dtype=dtype), self.rotated(n, k, dtype=dtype)
+        return lambda turn: F.linear(x, weights[turn % len(weights)])
+
+    def grouped(self, groups: int, rows: int, dtype: torch.dtype) -> Call:
+        """The products of experts with as many rows each."""
+        x = self.random(groups * rows, GROUPED, dtype=dtype)
+        matrices = self.random(groups, GROUPED, GROUPED, dtype=dtype)
+        counts = torch.full((groups,), rows, device=self.device)
+        return lambda turn: grouped_mm(x, matrices, counts)
+
+    def attention(self, length: int, heads: int, width: int, dtype: torch.dtype) -> Call:
+        """Causal attention in one document."""
+        attend, q, k, v = self._attention_operands(length, heads, width, dtype)
+        return lambda turn: attend(0, q, Keys((k, v)), scale=width**-0.5, window=None, softcap=None)
+
+    def attention_backward(self, length: int, heads: int, width: int, dtype: torch.dtype) -> Call:
+        """The backward pass of `attention`."""
+        attend, *operands = self._attention_operands(length, heads, width, dtype)
+        q, k, v = (operand.requires_grad_() for operand in operands)
+        with torch.enable_grad():
+            y = attend(0, q, Keys((k, v)), scale=width**-0.5, window=None, softcap=None)
+        gradient = self.random(*y.shape, dtype=dtype)
+        return lambda turn: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True)
+
+    def _attention_operands(
+        self, length: int, heads: int, width: int, dtype: torch.dtype
+    ) -> tuple[PackedAttention, Tensor, Tensor, Tensor]:
+        q, k, v = (self.random(length, heads, width, dtype=dtype) for _ in range(3))
+        return PackedAttention((0, length)), q, k, v
+
+    def adamw(self, elements: int, dtype: torch.dtype) -> Call:
+        """AdamW's update of one tensor."""
+        weight, gradient, first, second = (self.random(elements, dtype=dtype).abs() for _ in range(4))
+        step = torch.ones((), dtype=torch.float32, device=self.device)
+        group = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        return lambda turn: fused_adamw(group, [weight], [gradient], [first], [second], [step])
+
+    def dequantize(self, elements: int, dtype: torch.dtype) -> Call:
+        """An NF4 matrix made dense, as each product with it does."""
+        matrix = self.random(elements // 64, 64, dtype=dtype)
+        weight = FourBitWeight.quantize(matrix)
+
+        def call(turn: int) -> None:
+            with weight.in_workspace(dtype):
+                pass
+
+        return call
+
+    def call(self, size: int, dtype: torch.dtype) -> Call:
+        """An operation on next to nothing."""
+        x = self.random(size, dtype=dtype)
+        return lambda turn: x + x
+
+    def call_trained(self, size: int, dtype: torch.dtype) -> Call:
+        """An operation on next to nothing, and its backward pass."""
+        x = self.random(size, dtype=dtype).requires_grad_()
+
+        def call(turn: int) -> None:
+            with torch.enable_grad():
+                (x * x).backward(gradient)
+
+        gradient = torch.ones_like(x)
+        return call
+
+
+def _rows(clock: _Clock, count: int, tensors: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Matrices [R, _WIDTH] that have about `count` bytes together."""
+    rows = max(1, count // (tensors * _WIDTH * dtype.itemsize))
+    return (clock.random(rows, _WIDTH, dtype=dtype) for _ in range(tensors))
+
+
+def _copy(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    x, like = _rows(clock, count, 2, dtype)
+    y = torch.zeros_like(like)
+    return lambda turn: y.copy_(x)
+
+
+def _add(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    x, y, like = _rows(clock, count, 3, dtype)
+    out = torch.zeros_like(like)
+    return lambda turn: torch.add(x, y, out=out)
+
+
+def _activation(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    gate, up, _ = _rows(clock, count, 3, dtype)
+    return lambda turn: gated_mlp_activation(gate, up, "silu")
+
+
+def _activation_backward(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    gate, up, gradient, *_ = _rows(clock, count, 5, dtype)
+    with torch.enable_grad():
+        y = gated_mlp_activation(gate.requires_grad_(), up.requires_grad_(), "silu")
+    return lambda turn: torch.autograd.grad(y, (gate, up), gradient, retain_graph=True)
+
+
+def _norm(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    x, _ = _rows(clock, count, 2, dtype)
+    weight = clock.random(_WIDTH, dtype=dtype)
+    return lambda turn: rms_norm(x, weight, 1e-6)
+
+
+def _norm_backward(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    x, gradient, _ = _rows(clock, count, 3, dtype)
+    weight = clock.random(_WIDTH, dtype=dtype).requires_grad_()
+    with torch.enable_grad():
+        y = rms_norm(x.requires_grad_(), weight, 1e-6)
+    return lambda turn: torch.autograd.grad(y, (x, weight), gradient, retain_graph=True)
+
+
+_STREAMED: dict[str, Callable[..., Call]] = {
+    "copy": _copy,
+    "add": _add,
+    "activation": _activation,
+    "activation_backward": _activation_backward,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+}
