@@ -51,6 +51,10 @@ def test_forms_that_are_refused(tiny_world: World, tmp_path: Path, capsys: pytes
         assert danlu("train", recipe_file(tiny_world, folder, rollout={"format": form, "max_new_tokens": 6})) != 0
         assert message in " ".join(capsys.readouterr().err.split()), form
         assert not (folder / "metrics.jsonl").exists()
+    served = {"format": FORM, "max_new_tokens": 6, "engine": "vllm", "url": "http://127.0.0.1:1"}
+    assert danlu("train", recipe_file(tiny_world, tmp_path / "served", rollout=served)) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "vllm does not say which tokens a form has left to choose from, which training needs" in said
 
 
 def test_what_a_function_logs_is_in_the_run(tiny_world: World, tmp_path: Path) -> None:

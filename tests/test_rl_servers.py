@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from danlu.run.replay import replay
 pytestmark = pytest.mark.usefixtures("torch_products", "module_tokenises_here")
 
 FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
+NO_FILTERS = {"temperature": 1.0, "top_p": 1.0}
 EXACT: dict[str, Any] = {"numerics": "exact", "precision": "bf16", "steps": 4}
 
 
@@ -115,6 +117,22 @@ def test_two_servers_answer_as_the_trainer_would_to_the_last_bit(
     assert without_times(lines) == without_times(own) and same_run(tmp_path / "own", tmp_path / "http")
     assert all(asked.count(url) > 10 for url in urls)
     assert not (tmp_path / "http" / "hand-over" / "weights-4").exists()
+
+
+def test_servers_answer_in_a_form_as_the_trainer_would(tiny_world: World, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    more = {**EXACT, "steps": 2}
+    form: dict[str, Any] = {"samples": 4, "max_new_tokens": 12, "format": {"regex": "<[ae]{1,3}>"}}
+    run(tiny_world, tmp_path / "own", rollout=form, **more)
+    with servers(tiny_world.base, "one", exact=True, dtype="bf16") as started:
+        lines = run(tiny_world, tmp_path / "http", rollout=http(started.url("one")) | form | NO_FILTERS, **more)
+    assert same_run(tmp_path / "own", tmp_path / "http") and [line["gap"] for line in lines] == [0.0] * 2
+    texts = [
+        answer["text"]
+        for line in (tmp_path / "http" / "rollouts.jsonl").read_text().splitlines()
+        for answer in json.loads(line)["answers"]
+    ]
+    assert texts and all(re.fullmatch("<[ae]{1,3}>", text) for text in texts)
 
 
 def test_a_run_goes_on_when_a_server_ends_and_when_it_comes_back(

@@ -24,9 +24,11 @@ from danlu.adapters.peft_folder import write_adapter
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.core.http_client import HTTPClient, RequestRefused
 from danlu.core.server_key import read_key, remove_key, write_key
+from danlu.data.tokenizer import load_tokenizer
 from danlu.inference.completion_bytes import to_bytes
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
+from danlu.inference.grammar import Grammars, regex_grammar
 from danlu.inference.load_model import load_chat_tokenizer
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.decoder import Decoder
@@ -61,11 +63,12 @@ def engine_at(
     exact: str | None = None,
     push: bool = False,
     routes: bool = False,
+    grammars: Grammars | None = None,
 ) -> Iterator[HTTPEngine]:
     options = ServerOptions((url.removesuffix("/v1"),), timeout_s=20, reconnect_s=0.2)
     demands = Demands(exact, push, routes=routes)
     servers = ServerFleet(options.clients, lambda client: detect_server(client, demands), reloads=False)
-    engine = HTTPEngine(servers, options, model.config, hand_over=hand_over)
+    engine = HTTPEngine(servers, options, model.config, hand_over=hand_over, grammars=grammars)
     try:
         yield engine
     finally:
@@ -102,6 +105,30 @@ def test_it_answers_as_the_embedded_engine_does_to_the_last_bit(tiny_world: Worl
     assert bits(answers) == bits(expected)
     assert all(answer.support is not None and answer.drawn != answer.logprobs for answer in answers)
     assert [answer.tokens for answer in others] != [answer.tokens for answer in answers]  # control
+
+
+def test_it_answers_in_a_form_as_the_embedded_engine_does_also_the_rest_of_an_answer(tiny_world: World) -> None:
+    pytest.importorskip("llguidance")
+    model, tokenizer = load(tiny_world.base), load_tokenizer(str(tiny_world.base))
+    grammars = Grammars(tokenizer, model.config.vocab_size, tokenizer.end_of_turn_ids)
+    own = EmbeddedEngine(model, EngineOptions(cache_gib=0.01, exact=True), grammars=grammars)
+    asked = requests(SamplingOptions(seed=4), count=40, grammar=regex_grammar("<[a-f]{4,9}>"))
+    expected = own.generate(asked)
+    with serving_rollouts(tiny_world.base, exact=True) as served:
+        with engine_at(served.url, model, exact="float32", grammars=grammars) as engine:
+            answers = engine.generate(asked)
+            whole, server = expected[0], only_server(engine)
+            begun = server.answer(Continuation("a", asked[0], asked[0].prompt, 3, None))
+            tokens = (*asked[0].prompt, *begun.tokens)
+            rest = server.answer(Continuation("b", asked[0], tokens, 37, None))
+            anew = server.answer(Continuation("c", replace(asked[0], prompt=tokens), tokens, 37, None))
+        with engine_at(served.url, model, exact="float32") as engine, pytest.raises(DataError, match="no tokenizer"):
+            engine.generate(asked)
+    assert bits(answers) == bits(expected) and whole.support is not None
+    assert begun.tokens + rest.tokens == whole.tokens and begun.support is not None and rest.support is not None
+    left = [support.ids.tolist() for support in (*begun.support, *rest.support)]
+    assert left == [support.ids.tolist() for support in whole.support]
+    assert anew.tokens != rest.tokens, "control: a form that begins again"
 
 
 def test_it_says_which_experts_tokens_went_to(tiny_world: World) -> None:
@@ -316,8 +343,8 @@ CASES: dict[str, Any] = {
     "draw_sample": 3,
     "rotary_length": 40,
 }
-LEFT_OUT = {"sampling", "prompt_logprobs", "grammar", "source"}
-"""The first is in `SAMPLING_CASES`, the next two are refused, and the last has no type that JSON has."""
+LEFT_OUT = {"sampling", "prompt_logprobs", "grammar", "answer_tokens", "source"}
+"""The first is in `SAMPLING_CASES`, the next is refused, forms have a test of their own, and the last is never JSON."""
 
 
 @pytest.fixture(scope="module")

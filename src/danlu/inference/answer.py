@@ -235,7 +235,10 @@ class Answer:
         if self.request.grammar is None:
             return None
         assert self._grammars is not None, "the engine refuses a grammar that it cannot compile"
-        return self._grammars.matcher(self.request.grammar)
+        matcher, prompt = self._grammars.matcher(self.request.grammar), self.request.prompt
+        for token in prompt[len(prompt) - self.request.answer_tokens :]:
+            matcher.accept(token)
+        return matcher
 
     def _new_generated(self) -> GeneratedTokens | None:
         return GeneratedTokens() if self.request.sampling.counts_tokens else None

@@ -125,6 +125,9 @@ class Request:
     """The fewest tokens of an answer: before that no stop token is drawn, and no stop string ends it."""
     grammar: str | None = None
     """The grammar that answers have to follow, as `inference.grammar` writes it; None: any text."""
+    answer_tokens: int = 0
+    """The number of the prompt's last tokens that are the answer's first ones, where a server goes on with an answer:
+    its grammar reads them first."""
     adapter: str | None = None
     """The name of an adapter of the engine, or "none" for the base alone; None: the adapter that is active in the
     model."""

@@ -24,7 +24,7 @@ from danlu.remote_engines.server_interface import Continuation, ServerAnswer
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Counts changes after which one side no longer understands the other."""
 PREFIX = "/rollouts"
 """The prefix of the paths of all endpoints."""
@@ -39,6 +39,7 @@ def continuation_to_json(continuation: Continuation, *, routes: bool = False) ->
         prompt=continuation.tokens,
         max_new_tokens=continuation.max_new_tokens,
         min_new_tokens=continuation.min_new_tokens,
+        answer_tokens=0 if request.grammar is None else len(continuation.tokens) - len(request.prompt),
         samples=1,
         first_sample=continuation.sample,
         adapter=BASE if continuation.adapter is None else continuation.adapter,

@@ -17,6 +17,7 @@ from danlu.core.http_client import ConnectionLost, RequestRefused
 from danlu.core.output_folder import shortened
 from danlu.inference.answer import Answer, DrawnToken
 from danlu.inference.engine_adapters import BASE
+from danlu.inference.grammar import Grammars
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Request
 from danlu.inference.stepwise import StepwiseEngine
@@ -45,6 +46,7 @@ class HTTPEngine(StepwiseEngine):
     Args:
         hand_over: the way of weight sync; None where weights never change.
         decode: token ids to text without special tokens; without it answers have no text, and stop strings are refused.
+        grammars: compile those of requests; without them a request with one is refused.
         version: the version of the servers' present weights, which they are notified of.
         step_s: how long a step waits for an answer; None: until one is there.
 
@@ -60,6 +62,7 @@ class HTTPEngine(StepwiseEngine):
         *,
         hand_over: HandOver | None = None,
         decode: Decode | None = None,
+        grammars: Grammars | None = None,
         version: int = 0,
         step_s: float | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class HTTPEngine(StepwiseEngine):
             )
         servers.check(config)
         servers.label_version(str(version))
-        super().__init__(config, min(config.context_length, servers.context), decode)
+        super().__init__(config, min(config.context_length, servers.context), decode, grammars)
         self._in_flight = RequestsInFlight(servers, options.connections)
         self._waiting: deque[Answer] = deque()  # to be asked for
         self._problems: list[Exception] = []  # of requests that were refused

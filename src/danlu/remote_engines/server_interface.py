@@ -256,6 +256,11 @@ def unknown_option(name: str, request: Request) -> str | None:
     """Returns the reason why a server that is no danlu refuses a request, whatever its kind; None: it need not."""
     if request.min_new_tokens:
         return f"{name} is not asked for answers of a least length: leave min_new_tokens at 0"
+    if request.grammar is not None:
+        return (
+            f"{name} does not say which tokens a form of answers has left to choose from, which training needs: leave "
+            "out rollout.format, or ask danlu serve --rollouts"
+        )
     if request.sampling.biased_ids:
         return f"{name} is not asked to bias tokens: leave out biased_ids"
     return None

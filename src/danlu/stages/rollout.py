@@ -58,7 +58,7 @@ def rollout_engine(
     if recipe.rollout.engine != "embedded" and recipe.rollout.staleness == 0:
         from danlu.stages.served_policy import ServedPolicy
 
-        return ServedPolicy(recipe, placed, decode)
+        return ServedPolicy(recipe, placed, decode, grammars)
     stages = None if parallel.pipeline is None else PipelinedDecoder(model, parallel.pipeline)
     engine = embedded_engine(recipe, placed, decode=decode, grammars=grammars, cache_gib=cache_gib, stages=stages)
     if parallel.ranks.alone:

@@ -67,12 +67,12 @@ class PolicyEngineJob:
             yield played
 
     def _engine(self, subject: Subject, chat: ChatTokenizer) -> WorkerEngine:
+        grammars = grammars_of(self.recipe, chat, subject.model.config.vocab_size)
         if self.recipe.rollout.engine != "embedded":
             from danlu.stages.served_rollouts import ServedRollouts
 
-            return ServedRollouts(self.recipe, subject, chat.decode)
+            return ServedRollouts(self.recipe, subject, chat.decode, grammars)
         placed = Placed(subject, ParallelContext())
-        grammars = grammars_of(self.recipe, chat, subject.model.config.vocab_size)
         return embedded_engine(self.recipe, placed, decode=chat.decode, grammars=grammars, cache_gib=self.cache_gib)
 
 

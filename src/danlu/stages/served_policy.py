@@ -18,6 +18,7 @@ from danlu.core.errors import DanluError
 from danlu.core.shard_box import ShardBox
 from danlu.core.terminal import print_status
 from danlu.inference.engine_adapters import BASE
+from danlu.inference.grammar import Grammars
 from danlu.inference.rank_status import gather_answers
 from danlu.inference.ranks import in_order, longest_first
 from danlu.inference.request import Completion, Request
@@ -54,12 +55,21 @@ class ServedPolicy:
 
     Args:
         decode: token ids to text without special tokens; None: answers have no text.
+        grammars: see `stages.rollout.grammars_of`.
         step_s: how long a step of the servers' engine waits for an answer; None: until one is there.
 
     Raises on all processes ResourceError where there is no server, ModelError where its answers could not be trusted.
     """
 
-    def __init__(self, recipe: Recipe, placed: Placed, decode: Decode | None, *, step_s: float | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        placed: Placed,
+        decode: Decode | None,
+        grammars: Grammars | None = None,
+        *,
+        step_s: float | None = None,
+    ) -> None:
         self.recipe, self.placed = recipe, placed
         self.route = resolved_hand_over(recipe)
         self.engine: HTTPEngine | None = None
@@ -74,7 +84,9 @@ class ServedPolicy:
             config, hand_over = placed.subject.model.config, self._hand_over()
             servers = self._servers(options)
             try:
-                self.engine = HTTPEngine(servers, options, config, hand_over=hand_over, decode=decode, step_s=step_s)
+                self.engine = HTTPEngine(
+                    servers, options, config, hand_over=hand_over, decode=decode, grammars=grammars, step_s=step_s
+                )
             except BaseException:
                 servers.close()
                 raise

@@ -10,6 +10,7 @@ import torch
 
 from danlu.assembly.parallelize import Placed, Subject
 from danlu.inference.engine_state import completion_state, fresh_answer_state, request_from_json, request_to_json
+from danlu.inference.grammar import Grammars
 from danlu.inference.request import Completion, Request
 from danlu.inference.stopping import Decode
 from danlu.parallel.parallel_context import ParallelContext
@@ -33,12 +34,14 @@ class ServedRollouts:
 
     Args:
         subject: the policy, with weights that are replaced by those that come.
+        decode, grammars: as `ServedPolicy` has them.
 
     Raises ResourceError where there is no server, ModelError where its answers could not be trusted.
     """
 
-    def __init__(self, recipe: Recipe, subject: Subject, decode: Decode) -> None:
-        self._policy = policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), decode, step_s=WAIT_S)
+    def __init__(self, recipe: Recipe, subject: Subject, decode: Decode, grammars: Grammars | None = None) -> None:
+        placed = Placed(subject, ParallelContext())
+        self._policy = policy = ServedPolicy(recipe, placed, decode, grammars, step_s=WAIT_S)
         assert policy.engine is not None, "one process is the first"
         self._engine = policy.engine
         self._weights = trained_weights(subject.model, subject.adapters)

@@ -126,10 +126,16 @@ class Rollout(Section):
     format: Annotated[
         AnswerFormat | None,
         _ROLLOUTS,
-        ReadWith("engine", "embedded", "kept to by the embedded engine only; this is {value}. Leave it out"),
+        ReadWith(
+            "engine",
+            ("embedded", "http"),
+            "kept to by engines embedded and http (danlu serve --rollouts); {value} does not say which tokens a form "
+            "has left to choose from, which training needs. Leave it out",
+        ),
     ] = None
     """Stage rl: a form that every answer has: no token is drawn with which it could not become one. The policy that is
-    trained has the same tokens to choose from, as with the filters. A form needs the package llguidance.
+    trained has the same tokens to choose from, as with the filters. A form needs the package llguidance, and engine
+    embedded, or http with danlu serve --rollouts.
     """
     staleness: Annotated[int, Field(ge=0), _ROLLOUTS] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
