@@ -810,8 +810,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "optim/groups.py",
-        'role(name, parameter) in ("matrix", "head")',
-        'role(name, parameter) in ("matrix",)',
+        'role(name, parameter.ndim) in ("matrix", "head")',
+        'role(name, parameter.ndim) in ("matrix",)',
         "optim/test_groups.py",
     ),
     Mutation("optim/galore.py", 'alpha=group["lr"] * self.scale)', 'alpha=group["lr"])', "optim/test_galore.py"),

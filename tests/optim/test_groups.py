@@ -30,7 +30,7 @@ def names_of(group: dict[str, Any], named: list[tuple[str, Parameter]]) -> list[
 
 
 def test_roles_follow_dimensions_and_module_names() -> None:
-    assert {name: role(name, parameter) for name, parameter in parameters()} == {
+    assert {name: role(name, parameter.ndim) for name, parameter in parameters()} == {
         "model.norm.weight": "vector",
         "model.embed_tokens.weight": "embedding",
         "lm_head.weight": "head",

@@ -64,6 +64,15 @@ class ShardBox:
         sizes[dim] = length
         return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
 
+    def shard(self, dim: int, shards: int, index: int) -> ShardBox:
+        """The part of this box that one of `shards` processes has, divided along a dimension as `torch.chunk` does:
+        ceil(size / shards) to each of the first, fewer to the last, none where nothing is left.
+        """
+        size = self.sizes[dim]
+        chunk = -(-size // shards)
+        start = min(size, chunk * index)
+        return self.narrow(dim, start, min(size, start + chunk) - start)
+
     def view_of(self, tensor: Tensor) -> Tensor:
         """A view of the box in the whole tensor."""
         return tensor[self.slices]

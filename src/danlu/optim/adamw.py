@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from danlu.optim.gradients import MAX_ROW_SHARE
+from danlu.optim.state_shapes import StateShapes, float32_moments
 
 State = dict[str, Tensor]
 TensorSpecs = dict[str, "TensorSpec"]
@@ -39,6 +40,11 @@ class TensorSpec:
     def zeros(self, device: torch.device) -> Tensor:
         """Such a tensor of zeros."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def specs_of(shapes: StateShapes) -> TensorSpecs:
+    """The specs of tensors of these shapes and types."""
+    return {name: TensorSpec(torch.Size(one.shape), getattr(torch, one.type)) for name, one in shapes.items()}
 
 
 class Moments(Protocol):
@@ -79,7 +85,7 @@ class Float32Moments:
     """`step` (shape []), `exp_avg` and `exp_avg_sq` (of the parameter's shape), all float32: torch's own state."""
 
     def specs(self, shape: torch.Size) -> TensorSpecs:
-        return {"step": TensorSpec(torch.Size([])), "exp_avg": TensorSpec(shape), "exp_avg_sq": TensorSpec(shape)}
+        return specs_of(float32_moments(tuple(shape)))
 
     def update(
         self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
-from danlu.optim.adamw import AdamW, Float32Moments, Moments, StatePages, TensorSpec, TensorSpecs
+from danlu.optim.adamw import AdamW, Float32Moments, Moments, StatePages, TensorSpecs, specs_of
 from danlu.optim.gradients import HasGradient, densify_gradient, has_sparse_gradient
-from danlu.optim.groups import parameter_groups, role, trainable
+from danlu.optim.groups import parameter_groups, trainable
+from danlu.optim.state_shapes import OptimizerBytes, eight_bits, is_hidden, optimizer_bytes, parameter_state
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -27,31 +29,6 @@ NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
 PagedState = Callable[[Mapping[Parameter, TensorSpecs], str | None], StatePages]
 """A function from (tensors kept for each parameter, folder of the file) to the pages that keep them."""
-
-
-def state_specs(optimizer: AnyOptimizer, parameter: Parameter) -> TensorSpecs:
-    """The state that an optimizer keeps for a parameter after its first step; a test compares it with the real one."""
-    shape, scalar = parameter.shape, TensorSpec(torch.Size([]))
-    match optimizer:
-        case AdamW():
-            return optimizer.moments.specs(shape)
-        case torch.optim.SGD():
-            return {"momentum_buffer": TensorSpec(shape)} if optimizer.defaults["momentum"] else {}
-        case torch.optim.Adafactor() if parameter.ndim > 1:
-            rows, columns = torch.Size([*shape[:-1], 1]), torch.Size([*shape[:-2], 1, shape[-1]])
-            return {"step": scalar, "row_var": TensorSpec(rows), "col_var": TensorSpec(columns)}
-        case torch.optim.Adafactor():
-            return {"step": scalar, "variance": TensorSpec(shape)}
-        case torch.optim.Muon():
-            return {"momentum_buffer": TensorSpec(shape)}
-    from danlu.optim.galore import GaLore
-    from danlu.optim.lion import Lion
-
-    if isinstance(optimizer, GaLore):
-        return optimizer.specs(parameter)
-    if isinstance(optimizer, Lion):
-        return {"exp_avg": TensorSpec(shape)}
-    raise AssertionError(f"no state is known for {type(optimizer).__name__}")
 
 
 def check_state(tensors: Mapping[str, Tensor], expected: TensorSpecs) -> None:
@@ -95,8 +72,18 @@ class Optimizers:
     moments are kept in 8 bits; step counters are tensors of shape [].
     """
 
-    def __init__(self, kind: str, optimizers: Sequence[AnyOptimizer], named_parameters: NamedParameters) -> None:
-        self.kind = kind
+    def __init__(
+        self,
+        section: sections.Optimizer,
+        optimizers: Sequence[AnyOptimizer],
+        named_parameters: NamedParameters,
+        *,
+        paged: bool,
+    ) -> None:
+        self.section = section
+        self.kind = section.kind
+        self.paged = paged
+        """Whether the state is in pages, those of one parameter in memory at a time."""
         self.optimizers = tuple(optimizers)
         self.parameters = dict(named_parameters)
         self._optimizer_of = {
@@ -223,31 +210,20 @@ class Optimizers:
 
     def state_bytes(self) -> int:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
-        return sum(spec.bytes for spec in self._expected_state({"kind": self.kind}).values())
+        return self._bytes.state
 
     def resident_state_bytes(self) -> int:
         """The part of `state_bytes` that stays in memory; of paged state, that of the largest parameter."""
-        resident = 0
-        for optimizer in self.optimizers:
-            sizes = [
-                sum(spec.bytes for spec in state_specs(optimizer, parameter).values())
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            ]
-            resident += max(sizes) if isinstance(optimizer, AdamW) and optimizer.pages is not None else sum(sizes)
-        return resident
+        return self._bytes.resident
 
     def gradient_bytes(self) -> int:
         """The bytes of all gradients of a step; projected ones have a low rank, and one of them is whole at a time."""
-        total, largest = 0, 0
-        for parameter in self.parameters.values():
-            optimizer = self._optimizer_of[parameter]
-            if _projects(optimizer):
-                largest = max(largest, parameter.nbytes)
-                total += optimizer.low_rank_shape(parameter).numel() * parameter.itemsize
-            else:
-                total += parameter.nbytes
-        return total + largest
+        return self._bytes.gradients
+
+    @property
+    def _bytes(self) -> OptimizerBytes:
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        return optimizer_bytes(self.section, shapes, paged=self.paged)
 
     def _galore_optimizers(self) -> list[GaLore]:
         return [optimizer for optimizer in self.optimizers if _projects(optimizer)]
@@ -267,7 +243,7 @@ class Optimizers:
             f"{key}.{name}": spec
             for name, parameter in self.parameters.items()
             if name not in unstepped
-            for key, spec in state_specs(self._optimizer_of[parameter], parameter).items()
+            for key, spec in specs_of(parameter_state(self.section, name, tuple(parameter.shape))).items()
         }
 
 
@@ -299,40 +275,38 @@ def build(
                 f"parameter {name} is {parameter.dtype}, but trained parameters are float32. "
                 "Load the model in float32; `precision` sets the type of activations."
             )
-    # Named by the section's own kind: the state is the same, so a resumed run may begin to offload it, or cease to.
-    optimizers = _make_optimizers(named, _paged(section, folder) if offload else section, rate_of, paged_state)
-    return Optimizers(section.kind, optimizers, named)
+    paged = offload or isinstance(section, sections.PagedAdamW)
+    # The section stays the recipe's own: offloaded state is the same, so a resumed run may begin to offload it.
+    make_pages = None
+    if paged:
+        assert paged_state is not None, "a paged optimizer needs `paged_state`, which makes its pages"
+        assert isinstance(section, sections.AdamW | sections.AdamW8bit | sections.PagedAdamW), (
+            f"the recipe's rules offload AdamW's state alone, not that of {section.kind}"
+        )
+        own_folder = section.folder if isinstance(section, sections.PagedAdamW) else None
+        in_folder = own_folder or (folder if offload else None)
+        make_pages = partial(_pages_in, paged_state, in_folder)
+    return Optimizers(section, _make_optimizers(named, section, rate_of, make_pages), named, paged=paged)
 
 
-def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimizer:
-    match section:
-        case sections.PagedAdamW():
-            return section.model_copy(update={"folder": section.folder or folder})
-        case sections.AdamW() | sections.AdamW8bit():
-            common = section.model_dump(include={"learning_rate", "weight_decay", "betas", "eps", "decay"})
-            bits: Literal[8, 32] = 8 if isinstance(section, sections.AdamW8bit) else 32
-            return sections.PagedAdamW(**common, bits=bits, folder=folder)
-    raise AssertionError(f"the recipe's rules offload AdamW's state alone, not that of {section.kind}")
+def _pages_in(paged_state: PagedState, folder: str | None, specs: Mapping[Parameter, TensorSpecs]) -> StatePages:
+    return paged_state(specs, folder)
 
 
 def _make_optimizers(
-    named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None, paged_state: PagedState | None
+    named: NamedParameters,
+    section: sections.Optimizer,
+    rate_of: RateOf | None,
+    make_pages: Callable[[Mapping[Parameter, TensorSpecs]], StatePages] | None,
 ) -> list[AnyOptimizer]:
     groups = _param_groups(named, section, rate_of)
     rate = section.learning_rate
     match section:
-        case sections.AdamW():
-            return [AdamW(groups, rate, section.betas, section.eps)]
-        case sections.AdamW8bit():
-            from danlu.optim.eight_bit import EightBitMoments
-
-            moments = EightBitMoments(section.block, section.smallest)
-            return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
-        case sections.PagedAdamW():
-            paged = _moments(section.bits == 8)
-            assert paged_state is not None, "a paged optimizer needs `paged_state`, which makes its pages"
-            pages = paged_state({parameter: paged.specs(parameter.shape) for _, parameter in named}, section.folder)
-            return [AdamW(groups, rate, section.betas, section.eps, moments=paged, pages=pages)]
+        case sections.AdamW() | sections.AdamW8bit() | sections.PagedAdamW():
+            moments = _moments(section)
+            specs = {parameter: moments.specs(parameter.shape) for _, parameter in named}
+            pages = None if make_pages is None else make_pages(specs)
+            return [AdamW(groups, rate, section.betas, section.eps, moments=moments, pages=pages)]
         case sections.SGD():
             # fused is one pass over memory on CPU; on CUDA not with a parameter that gets its first gradient late.
             fused = all(parameter.device.type == "cpu" for _, parameter in named)
@@ -354,17 +328,19 @@ def _projects(optimizer: AnyOptimizer) -> TypeIs[GaLore]:
     return not isinstance(optimizer, AdamW | torch.optim.Optimizer)
 
 
-def _moments(in_eight_bits: bool) -> Moments:
-    if not in_eight_bits:
+def _moments(section: sections.Optimizer) -> Moments:
+    """The moments of a section's AdamW, or of its AdamW part."""
+    bits = eight_bits(section)
+    if bits is None:
         return Float32Moments()
     from danlu.optim.eight_bit import EightBitMoments
 
-    return EightBitMoments()
+    return EightBitMoments(bits.block, bits.smallest)
 
 
 def _hidden(named: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
     """Hidden matrices, and the rest (stacked [E, out, in] weights too)."""
-    hidden = [(name, p) for name, p in named if p.ndim == 2 and role(name, p) == "matrix"]
+    hidden = [(name, parameter) for name, parameter in named if is_hidden(name, parameter.ndim)]
     names = {name for name, _ in hidden}
     return hidden, [pair for pair in named if pair[0] not in names]
 
@@ -394,7 +370,7 @@ def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | 
             f"optimizer.rank: {section.rank} is above {min(narrowest.shape)}, the smaller dimension of {name} "
             f"{list(narrowest.shape)}. Use {min(narrowest.shape)} or less."
         )
-    moments = _moments(section.states == "adamw8bit")
+    moments = _moments(section)
     rate, betas, eps = section.learning_rate, section.betas, section.eps
     groups = _param_groups(hidden, section, rate_of)
     from danlu.optim.galore import GaLore

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.adamw import Float32Moments, State, TensorSpec, TensorSpecs, fused_adamw
+from danlu.optim.adamw import Float32Moments, State, TensorSpecs, fused_adamw, specs_of
+from danlu.optim.state_shapes import BLOCK, SMALLEST, eight_bit_moments
 
 # Elements that are decoded, updated and encoded together, in 14 bytes each. 63M parameters take 475 ms by 2^15, 354 by
 # 2^18 and 331 by 2^20 (two threads); where other processes want the cores, few large chunks wait less for threads.
@@ -87,25 +88,14 @@ class EightBitMoments:
     `exp_avg_absmax` and `exp_avg_sq_absmax` (float32, one for each block of the flattened parameter).
     """
 
-    def __init__(self, block: int = 256, smallest: int = 4096) -> None:
+    def __init__(self, block: int = BLOCK, smallest: int = SMALLEST) -> None:
         self.block = block
         self.smallest = smallest
         self._float32 = Float32Moments()
         self._buffers: dict[torch.device, _Buffers] = {}
 
     def specs(self, shape: torch.Size) -> TensorSpecs:
-        count = shape.numel()
-        if count < self.smallest:
-            return self._float32.specs(shape)
-        absmax = TensorSpec(torch.Size([-(-count // self.block)]))
-        codes = TensorSpec(shape, torch.uint8)
-        return {
-            "step": TensorSpec(torch.Size([])),
-            "exp_avg": codes,
-            "exp_avg_sq": codes,
-            "exp_avg_absmax": absmax,
-            "exp_avg_sq_absmax": absmax,
-        }
+        return specs_of(eight_bit_moments(tuple(shape), self.block, self.smallest))
 
     def update(
         self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.optim.adamw import Moments, State, TensorSpec, TensorSpecs
+from danlu.optim.adamw import Moments, State
 from danlu.optim.gradients import non_finite
+from danlu.optim.state_shapes import low_rank_shape
 
 
 @dataclass
@@ -77,17 +78,6 @@ class GaLore:
         for parameter in parameters:
             _project_after_backward(parameter, self)
 
-    def low_rank_shape(self, parameter: Parameter) -> torch.Size:
-        """Shape of the projected gradient: [out, R] where out >= in, else [R, in]."""
-        rows, columns = parameter.shape
-        return torch.Size((rows, self.rank) if rows >= columns else (self.rank, columns))
-
-    def specs(self, parameter: Parameter) -> TensorSpecs:
-        """The state that is kept for a parameter."""
-        rows, columns = parameter.shape
-        projector = torch.Size((self.rank, columns) if rows >= columns else (rows, self.rank))
-        return {"projector": TensorSpec(projector), **self.moments.specs(self.low_rank_shape(parameter))}
-
     @torch.no_grad()
     def project_gradient(self, parameter: Parameter) -> None:
         """Adds the whole gradient of a parameter, projected, to its low-rank one, and drops it."""
@@ -132,7 +122,7 @@ class GaLore:
                 self._new_projectors[parameter] = leading_vectors(whole, self.rank)
         if self._renews_projector(parameter) and parameter not in self._new_projectors:
             # The first micro-batch's gradient is not finite. NaN makes the norm so too, and the step is left out.
-            return whole.new_full(self.low_rank_shape(parameter), math.nan)
+            return whole.new_full(low_rank_shape(tuple(parameter.shape), self.rank), math.nan)
         projector = self._projector(parameter)
         # G P^T for a tall matrix, P^T G for a wide one
         pair = (whole, projector.T) if whole.shape[0] >= whole.shape[1] else (projector.T, whole)

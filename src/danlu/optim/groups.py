@@ -1,12 +1,13 @@
-"""The role of a parameter, and whether it is decayed: the only place where names are read."""
+"""The role of a parameter, and whether it is decayed: the only place where names are read. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch.nn import Parameter
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 
@@ -15,14 +16,14 @@ _EMBEDDINGS = frozenset({"embed_tokens", "embed_positions", "embedding", "wte", 
 _HEADS = frozenset({"lm_head"})
 
 
-def role(name: str, parameter: Parameter) -> Role:
-    """Returns a parameter's role for the optimizer: vector, embedding, head or matrix.
+def role(name: str, dimensions: int) -> Role:
+    """Returns the optimizer's role of a parameter of so many dimensions: vector, embedding, head or matrix.
 
     vector: norms, biases (stacked ones too), anything with fewer than two dimensions. embedding: a table that is looked
     up (a head tied to it is the same parameter, hence an embedding too). head: an untied output projection. matrix:
     every other weight, stacked expert weights [E, out, in] included.
     """
-    if parameter.ndim < 2 or name.endswith(".bias"):
+    if dimensions < 2 or name.endswith(".bias"):
         return "vector"
     modules = set(name.split(".")[:-1])
     if modules & _EMBEDDINGS:
@@ -52,7 +53,7 @@ def parameter_groups(
     """
     params_of: dict[tuple[bool, float], list[Parameter]] = {}
     for name, parameter in trainable(named_parameters):
-        decayed = decay == "all" or role(name, parameter) in ("matrix", "head")
+        decayed = decay == "all" or role(name, parameter.ndim) in ("matrix", "head")
         ratio = 1.0 if rate_of is None else rate_of(name)
         assert 0 < ratio < math.inf, f"{name}: {ratio} is no ratio of learning rates"
         params_of.setdefault((not decayed, ratio), []).append(parameter)

@@ -108,12 +108,7 @@ def _local_parameter(
         data = local_tensor(parameter)
     # Codes of quantized weights are whole numbers, which cannot require gradients.
     local = Parameter(data, requires_grad=parameter.requires_grad and data.is_floating_point())
-    dim = sharded_dim(parameter)
-    # fully_shard splits rows as torch.chunk does: ceil(rows / shards) to each of the first ranks, fewer to the last.
-    size = box.sizes[dim]
-    chunk = -(-size // groups.shard.size)
-    first = min(size, chunk * groups.shard.index)
-    shard = box.narrow(dim, first, min(size, first + chunk) - first)
+    shard = box.shard(sharded_dim(parameter), groups.shard.size, groups.shard.index)  # as fully_shard splits it
     assert shard.sizes == data.shape, f"{name}: {list(data.shape)} is here, {list(shard.sizes)} was expected"
     return LocalParameter(name, parameter, local, _copied(shard, groups.replicate), groups)
 
