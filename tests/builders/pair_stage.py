@@ -19,9 +19,10 @@ from builders.tiny_run import SyntheticPacks
 from builders.tiny_world import CONFIG
 from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 from danlu.recipe import Recipe, load
+from danlu.recipe.roles import ModelSpec
 from danlu.run import train as run
 from danlu.stages.builder import DecoderBuilder
-from danlu.stages.protocols import ModelSpec, RoleSpec, Stage, StageData
+from danlu.stages.protocols import RoleSpec, Stage, StageData
 
 
 class Pairs:

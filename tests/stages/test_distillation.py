@@ -19,9 +19,9 @@ from danlu.core.errors import DanluError
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.recipe import load
+from danlu.recipe.roles import ModelSpec
 from danlu.run import train as run
 from danlu.stages.distillation import DistillationBuilder, check_teachers, teacher_models
-from danlu.stages.protocols import ModelSpec
 from danlu.stages.table import STAGES
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")

@@ -18,7 +18,7 @@ from danlu.adapters.token_rows import TokenRows
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, check_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
-from danlu.assembly.parameters import TRAINED, VALUE
+from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import named_stack, open_named, recipe_base, take_last, trained_tokens
 from danlu.core.errors import RecipeError
 from danlu.core.output_folder import replace_folder
@@ -39,6 +39,7 @@ from danlu.models.saving import (
 )
 from danlu.models.score_head import head_tensors
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import VALUE
 from danlu.recipe.sections import AdapterSection, Continue
 from danlu.recipe.value import value_adapter, value_section, value_share
 

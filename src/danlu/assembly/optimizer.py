@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from danlu.assembly.parameters import VALUE, role_of
+from danlu.assembly.parameters import role_of
 from danlu.memory.pages import paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.recipe import Recipe
+from danlu.recipe.roles import VALUE
 from danlu.recipe.value import value_adapter
 
 

@@ -15,11 +15,10 @@ from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
 from danlu.models.modules import RMSNorm
 from danlu.parallel.local_parameter import LocalParameter
+from danlu.recipe.roles import VALUE
 
 TRAINED = "default"
 """The name of the trained adapter, as in PEFT."""
-VALUE: Role = "value"
-"""PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
 _SCORE_HEAD = "objective.score."
 _TOKEN_ROWS = ".token_rows"
 """The end of the names of adapters' rows of single tokens, of embedding and head."""

@@ -28,9 +28,10 @@ from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
-from danlu.stages.protocols import ModelSpec, Stage
+from danlu.stages.protocols import Stage
 from danlu.training.checkpoints.loading import read_state
 
 SAMPLE_BYTES = 64 << 10

@@ -40,9 +40,9 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import ModelSpec
 from danlu.recipe.value import value_share
 from danlu.run.meta_model import MetaModel, config_of, frozen_parameter_bytes, meta_model
-from danlu.stages.protocols import ModelSpec
 from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config

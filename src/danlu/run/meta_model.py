@@ -22,7 +22,7 @@ from danlu.assembly.frozen_base import adapters_of, stored_quantization
 from danlu.assembly.memory_estimate import (
     activation_dtype,
 )
-from danlu.assembly.parameters import TRAINED, VALUE, own_name, parameters_of
+from danlu.assembly.parameters import TRAINED, own_name, parameters_of
 from danlu.assembly.recipe_adapters import base_config, model_folder, trained_tokens
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
@@ -36,8 +36,8 @@ from danlu.models.presets import from_scratch
 from danlu.models.sites import sites_of
 from danlu.planning.activation_memory import packed_bytes
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import VALUE, ModelSpec
 from danlu.recipe.value import value_adapter, value_share
-from danlu.stages.protocols import ModelSpec
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
 from danlu.training.units import parameters_and_trained

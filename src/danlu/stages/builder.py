@@ -32,13 +32,14 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.recipe import Recipe
+from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Router
 from danlu.recipe.value import value_share
 from danlu.stages.export import DecoderExporter
 from danlu.stages.learner import objective_parameters, objective_tensors
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import ColumnSpec, ModelSpec, PlacedStage, Stage, StageData
+from danlu.stages.protocols import ColumnSpec, PlacedStage, Stage, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.step_budget import DecoderBudget
 from danlu.training.checkpoints.loading import read_group, read_state

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from danlu.assembly.parameters import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, own_name
 from danlu.core.layer_types import Attend
 from danlu.core.types import Batch
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.decoder import Decoder
+from danlu.recipe.roles import VALUE
 from danlu.stages.outputs import DecoderOutputs
 from danlu.stages.roles import DecoderPass
 

@@ -26,6 +26,7 @@ from danlu.models.presets import from_scratch
 from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.recipe.roles import CachedModel, ModelSpec, frozen_teachers
 from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
 from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
@@ -38,7 +39,6 @@ from danlu.stages.protocols import (
     ColumnSpec,
     FromColumns,
     HeldOut,
-    ModelSpec,
     PlacedStage,
     RoleSpec,
     StageData,
@@ -79,10 +79,11 @@ def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
 
 def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
     """The teachers as frozen models, or as columns of the rows."""
-    return {
-        role: FromColumns(partial(_from_columns, role)) if teacher.cache else _spec(role, teacher)
-        for role, teacher in teachers_of(recipe).items()
-    }
+    models: dict[Role, RoleSpec] = {}
+    for role, teacher in frozen_teachers(recipe).items():
+        is_cached = isinstance(teacher, CachedModel)
+        models[role] = FromColumns(partial(_from_columns, role)) if is_cached else _resolved(recipe, role)
+    return models
 
 
 def teacher_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
@@ -92,10 +93,10 @@ def teacher_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
     if not cached:
         return ()
     temperature, rows = _divergence(recipe).temperature, _policy_config(recipe, None).vocab_size
-    return [_columns(role, teacher, temperature, rows) for role, teacher in cached.items()]
+    return [_columns(role, _resolved(recipe, role), teacher, temperature, rows) for role, teacher in cached.items()]
 
 
-def _columns(role: Role, teacher: Teacher, temperature: float, vocab_size: int) -> ColumnSpec:
+def _columns(role: Role, spec: ModelSpec, teacher: Teacher, temperature: float, vocab_size: int) -> ColumnSpec:
     k = teacher.top_k
     assert k is not None, "the recipe's rules ask for it where a teacher is cached"
     ids, logprobs = _column_names(role)
@@ -106,7 +107,7 @@ def _columns(role: Role, teacher: Teacher, temperature: float, vocab_size: int) 
 
     return ColumnSpec(
         role,
-        _spec(role, teacher),
+        spec,
         {ids: ColumnType("<i4", (k,)), logprobs: ColumnType("<f4", (k + 1,))},
         compute,
         {"temperature": temperature, "vocab_size": vocab_size},
@@ -135,9 +136,12 @@ def _from_columns(role: Role, batch: Batch) -> Outputs:
     return cast(Outputs, ColumnTopTokens(role, batch))  # the objective asks a teacher with a top_k for nothing else
 
 
-def _spec(role: Role, teacher: Teacher) -> ModelSpec:
-    key = role if "." in role else f"{role}.0"
-    return ModelSpec(key, _section(teacher), teacher.quantization)
+def _resolved(recipe: Recipe, role: Role) -> ModelSpec:
+    """The frozen model of a teacher, with its base and adapters where its folder has an adapter."""
+    model = frozen_teachers(recipe)[role]
+    spec = model.model if isinstance(model, CachedModel) else model
+    assert spec is not None, "a teacher is a model of its own"
+    return replace(spec, section=_section(teachers_of(recipe)[role]))
 
 
 def resolved_teacher(teacher: Teacher) -> ResolvedModel:
@@ -210,7 +214,7 @@ def check_teachers(recipe: Recipe) -> None:
         return
     rows = _policy_config(recipe, None).vocab_size
     for role, teacher in teachers_of(recipe).items():
-        spec = _spec(role, teacher)
+        spec = _resolved(recipe, role)
         if teacher.cache:  # the others are among the models of the stage, which are checked for each
             check_frozen_model(spec, recipe)
         own = read_config(resolved_teacher(teacher).folder).vocab_size

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameters import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, own_name
 from danlu.assembly.recipe_adapters import model_folder, tokenizer_path
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
@@ -22,6 +22,7 @@ from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer, pad
 from danlu.data.tokenizer_folder import fast_tokenizer_folder, read_chat_template
 from danlu.models.saving import save
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import VALUE
 from danlu.stages.learner import objective_parameters
 from danlu.stages.reader import tokenizer_of
 

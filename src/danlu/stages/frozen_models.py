@@ -38,8 +38,8 @@ from danlu.parallel.ranks import Ranks
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import split_problems
 from danlu.recipe import Recipe
+from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Model, Recompute
-from danlu.stages.protocols import ModelSpec
 from danlu.stages.reader import tokenizer_of
 
 

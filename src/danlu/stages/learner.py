@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from danlu.assembly.parameters import VALUE
 from danlu.core.layer_types import Attend
 from danlu.core.types import (
     Batch,
@@ -37,6 +36,7 @@ from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.gradients import non_finite
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.parallel_context import ParallelContext
+from danlu.recipe.roles import VALUE
 from danlu.stages.roles import DecoderPass, DecoderRole, Forward, RoleOutputs
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep

@@ -12,7 +12,7 @@ from danlu.assembly.parallelize import Placed
 from danlu.core.types import Role
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.parallel_context import ParallelContext
-from danlu.stages.protocols import Mixing
+from danlu.recipe.roles import Mixing
 
 
 @dataclass(frozen=True)

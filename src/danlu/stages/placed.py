@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from danlu.assembly.devices import replica_devices
 from danlu.assembly.parallelize import Placed, token_shares
-from danlu.assembly.parameters import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, own_name
 from danlu.assembly.recipe_adapters import base_identity
 from danlu.core.errors import RecipeError
 from danlu.core.types import HeadObjective, Objective, Pack, Role
@@ -25,6 +25,7 @@ from danlu.parallel import data
 from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe
+from danlu.recipe.roles import VALUE, ModelSpec, PolicyWithoutAdapter
 from danlu.stages.learner import (
     DecoderLearner,
     ThreadedLearner,
@@ -33,7 +34,7 @@ from danlu.stages.learner import (
     trained_weights,
 )
 from danlu.stages.placing_notes import placing_notes
-from danlu.stages.protocols import FromColumns, ModelSpec, PolicyWithoutAdapter, RoleSpec
+from danlu.stages.protocols import FromColumns, RoleSpec
 from danlu.stages.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
 from danlu.training.memory_parts import Activations
 from danlu.training.state import Generate

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from danlu.assembly.parameters import VALUE
 from danlu.core.types import Objective, Role
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import AdaptiveKl, GammaWeight, ImportanceBounds
 from danlu.objectives.preference import Preference, StepPreference
 from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe
+from danlu.recipe.roles import REFERENCE, VALUE
 from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.teachers import teacher_shares
 from danlu.recipe.value import value_share
 from danlu.rl.answer_pairs import PairEstimator
 from danlu.rl.estimators import Estimator, GaeEstimator, GroupEstimator, KlPenalty, RewardShaping, TeacherAdvantages
 from danlu.stages.distillation import teacher_divergence, teacher_models
-from danlu.stages.preference import REFERENCE, preference, reference_models
+from danlu.stages.preference import preference, reference_models
 from danlu.stages.protocols import Better, RoleSpec
 from danlu.stages.value_model import first_value_head
 

@@ -12,11 +12,9 @@ from danlu.core.types import Batch, Outputs, Role, TokenLogprobs
 from danlu.data.column_store import ColumnType
 from danlu.objectives.preference import Preference, StepPreference, preference_objective
 from danlu.recipe import Recipe
-from danlu.recipe.reference import resolve_reference, starts_with_effect
-from danlu.recipe.sections import AdapterOff, Cached, Frozen, Model, terms_of
-from danlu.stages.protocols import Better, ColumnSpec, FromColumns, Mixing, ModelSpec, PolicyWithoutAdapter, RoleSpec
-
-REFERENCE: Role = "reference"
+from danlu.recipe.roles import REFERENCE, CachedModel, frozen_reference
+from danlu.recipe.sections import terms_of
+from danlu.stages.protocols import Better, ColumnSpec, FromColumns, RoleSpec
 
 
 def preference(recipe: Recipe) -> Preference | StepPreference:
@@ -31,17 +29,10 @@ def preference_metrics(recipe: Recipe) -> dict[str, Better]:
 
 def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
     """The reference of a recipe by its role, if it has one."""
-    match resolve_reference(recipe):
-        case Cached():
-            return {REFERENCE: FromColumns(_from_column)}
-        case AdapterOff():
-            return {REFERENCE: PolicyWithoutAdapter()}
-        case Frozen() as frozen:
-            section = recipe.model if frozen.model is None else Model(path=frozen.model)
-            quantization = frozen.quantization or recipe.quantization
-            mixing = None if frozen.every is None else Mixing(frozen.every, frozen.mix)
-            return {REFERENCE: ModelSpec(REFERENCE, section, quantization, mixing)}
-    return {}
+    reference = frozen_reference(recipe)
+    if reference is None:
+        return {}
+    return {REFERENCE: FromColumns(_from_column) if isinstance(reference, CachedModel) else reference}
 
 
 def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
@@ -49,11 +40,10 @@ def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
 
     It is computed by a frozen model with the same weights, unless the adapter that is trained starts with an effect.
     """
-    if not isinstance(resolve_reference(recipe), Cached):
+    reference = frozen_reference(recipe)
+    if not isinstance(reference, CachedModel):
         return ()
-    alike = starts_with_effect(recipe.adapter) is None
-    model = ModelSpec(REFERENCE, recipe.model, recipe.quantization) if alike else None
-    return (ColumnSpec(REFERENCE, model, {REFERENCE: ColumnType("<f4")}, _logprobs),)
+    return (ColumnSpec(REFERENCE, reference.model, {REFERENCE: ColumnType("<f4")}, _logprobs),)
 
 
 def _logprobs(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:

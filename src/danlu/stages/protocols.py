@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.product_peak import Peak
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Model, QuantizationSection
+from danlu.recipe.roles import ModelSpec, PolicyWithoutAdapter
 from danlu.training.data_loader import ItemSource, Stretch
 from danlu.training.executor import AnyLearner
 from danlu.training.recorders import Remark
@@ -193,29 +193,6 @@ class ModelBuilder(Protocol):
 
     def unplaced(self, checkpoint: Path) -> tuple[PlacedModel, Exporter]:
         """The model on the CPU, to load a checkpoint into, and its exporter."""
-
-
-class Mixing(NamedTuple):
-    """A model's weights become share x policy + (1 - share) x its own, each `every` steps."""
-
-    every: int
-    share: float
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A frozen model of another role than the policy: where its weights are from, and how they are stored."""
-
-    key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
-    section: Model
-    quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
-    mixing: Mixing | None = None
-    """The mixing by which its weights follow the policy's: they are in float32 then, and in checkpoints."""
-
-
-@dataclass(frozen=True)
-class PolicyWithoutAdapter:
-    """The policy without the adapter that is trained: a model that has no weights of its own."""
 
 
 @dataclass(frozen=True)

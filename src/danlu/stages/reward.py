@@ -16,6 +16,7 @@ from danlu.models.presets import from_scratch
 from danlu.models.score_head import initializer_range, new_score_head
 from danlu.objectives.reward import BradleyTerry, Stepwise
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import task_of
 from danlu.recipe.sections import Model
 from danlu.stages.protocols import Better
 
@@ -30,8 +31,9 @@ def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
 
 def reward_task(recipe: Recipe) -> Task:
     """The task of an exported reward model: pairs score whole answers, steps are tokens that are classified."""
-    stepwise = isinstance(_reward_section(recipe.objective), sections.Stepwise)
-    return "token-classification" if stepwise else "sequence-classification"
+    task = task_of(recipe)
+    assert task is not None, "a reward model is a decoder"
+    return task
 
 
 def reward_metrics(recipe: Recipe) -> dict[str, Better]:

@@ -16,7 +16,7 @@ from danlu.adapters.peft_folder import add_adapter
 from danlu.assembly.base_model import find_base
 from danlu.assembly.memory_estimate import activation_dtype
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameters import TRAINED, VALUE
+from danlu.assembly.parameters import TRAINED
 from danlu.assembly.score_head import required_score_head
 from danlu.core.errors import RecipeError
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
@@ -25,6 +25,7 @@ from danlu.models.config import same_rotation
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.recipe.roles import VALUE
 from danlu.recipe.sections import ModelReward, Parallel, QuantizationSection
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.rewards.build import build_rewards, build_runner

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.assembly.parameters import VALUE
 from danlu.core.types import Batch, Outputs, Pack, Role
+from danlu.recipe.roles import VALUE
 from danlu.rl.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
 from danlu.rl.experience import Scores
 from danlu.rl.experience_trees import OLD, SUPPORT

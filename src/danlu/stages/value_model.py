@@ -10,7 +10,7 @@ from torch import nn
 from danlu.adapters.adapter_config import adapter_stack
 from danlu.assembly.adapter_training import value_on_base
 from danlu.assembly.parallelize import Placed, place, subject_of
-from danlu.assembly.parameters import VALUE, own_name, role_of
+from danlu.assembly.parameters import own_name, role_of
 from danlu.assembly.recipe_adapters import model_folder
 from danlu.assembly.score_head import score_head_shape
 from danlu.core.errors import ModelError, RecipeError
@@ -21,10 +21,10 @@ from danlu.models.hf_folder import check_headers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.recipe.roles import VALUE, ModelSpec
 from danlu.recipe.sections import Model
 from danlu.recipe.value import value_section, value_share
 from danlu.stages.frozen_models import check_frozen_model, frozen_config
-from danlu.stages.protocols import ModelSpec
 from danlu.stages.reward import first_score_head
 from danlu.training.trained_roles import TrainedRoles
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.assembly.parameters import VALUE, role_of
+from danlu.assembly.parameters import role_of
 from danlu.core.shard_box import BoxValue
+from danlu.recipe.roles import VALUE
 from danlu.run.export import export_result
 from danlu.training.state import Run
 from danlu.verification.proxy import ProxyTraining

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from danlu.assembly.frozen_base import stored_quantization
-from danlu.assembly.parameters import VALUE
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
@@ -25,14 +24,14 @@ from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
+from danlu.recipe.roles import REFERENCE, VALUE, ModelSpec
 from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
 from danlu.recipe.teachers import teachers_of
 from danlu.recipe.value import value_adapter, value_share
 from danlu.stages.columns import all_answers
 from danlu.stages.distillation import resolved_teacher
 from danlu.stages.frozen_models import place_frozen
-from danlu.stages.preference import REFERENCE
-from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage
+from danlu.stages.protocols import ColumnSpec, Stage
 from danlu.stages.roles import FrozenDecoder
 from danlu.verification.proxy_adapters import proxy_adapter_folders, proxy_section
 from danlu.verification.proxy_model import BLOCK, proxy_config
