@@ -16,7 +16,6 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
 from danlu.models.presets import from_scratch
-from danlu.models.sites import sites_of
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
         take_last(below, model.adapters)
     elif adapter is not None:
         from danlu.adapters.targets import check_rows, choose
+        from danlu.models.sites import sites_of
 
         sites = sites_of(read_config(base.folder))
         check_rows(sites, choose(sites, adapter), adapter, trained_tokens(model, adapter))
@@ -52,6 +52,7 @@ def check_without_weights(model: sections.Model, adapter: sections.AdapterSectio
         open_adapter(folder.path)
     if adapter is not None and not isinstance(adapter, sections.Continue):
         from danlu.adapters.targets import choose
+        from danlu.models.sites import sites_of
 
         choose(sites_of(find_config(model.path)), adapter)
 

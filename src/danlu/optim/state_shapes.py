@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 StateShapes = dict[str, "StateTensor"]
 """Name of a state tensor ("exp_avg") -> its shape and type."""
 BLOCK, SMALLEST = 256, 4096
-"""Of 8-bit moments by default: elements that share a scale, and elements from which on a parameter has them."""
+"""Defaults of 8-bit moments: elements that share a scale, and the elements from which on a parameter has them."""
 FLOAT32_BYTES = 4
 
 

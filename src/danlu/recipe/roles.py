@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from danlu.core.types import Role, Task
-from danlu.recipe.reference import resolve_reference, starts_with_effect
 from danlu.recipe.sections import (
     AdapterOff,
     AdapterSection,
@@ -23,7 +22,6 @@ from danlu.recipe.sections import (
     Recipe,
     Stepwise,
 )
-from danlu.recipe.teachers import teachers_of
 from danlu.recipe.value import value_adapter, value_section, value_share
 
 POLICY: Role = "policy"
@@ -48,7 +46,7 @@ class TrainedModel:
     adapter: AdapterSection | None = None
     """The adapter that is trained in the place of its parameters."""
     quantization: QuantizationSection | None = None
-    """Of its frozen linear layers; None: in the type of activations."""
+    """The storage of its frozen linear layers; None: in the type of activations."""
     task: Task | None = "causal-lm"
     """None: it classifies images."""
 
@@ -136,6 +134,8 @@ def frozen_reference(recipe: Recipe) -> FrozenRole | None:
     A cached one is a model with the weights that the run starts from, unless the adapter that is trained starts with an
     effect: then it is the policy itself.
     """
+    from danlu.recipe.reference import resolve_reference, starts_with_effect
+
     match resolve_reference(recipe):
         case Cached():
             alike = starts_with_effect(recipe.adapter) is None
@@ -151,6 +151,8 @@ def frozen_reference(recipe: Recipe) -> FrozenRole | None:
 
 def frozen_teachers(recipe: Recipe) -> Mapping[Role, ModelSpec | CachedModel]:
     """The teachers of a recipe by role; those that are cached give their outputs before training."""
+    from danlu.recipe.teachers import teachers_of
+
     teachers: dict[Role, ModelSpec | CachedModel] = {}
     for number, (role, teacher) in enumerate(teachers_of(recipe).items()):
         spec = ModelSpec(f"teacher.{number}", Model(path=teacher.model), teacher.quantization)
