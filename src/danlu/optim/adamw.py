@@ -44,7 +44,7 @@ class TensorSpec:
 
 def specs_of(shapes: StateShapes) -> TensorSpecs:
     """The specs of tensors of these shapes and types."""
-    return {name: TensorSpec(torch.Size(one.shape), getattr(torch, one.type)) for name, one in shapes.items()}
+    return {name: TensorSpec(torch.Size(kept.shape), getattr(torch, kept.type)) for name, kept in shapes.items()}
 
 
 class Moments(Protocol):
