@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders.tiny_run import tiny_model
 
+from danlu.adapters.dropout import DropoutState, SiteNumbers
 from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.models import block_attention
 from danlu.models.attend import PackedAttention
@@ -18,6 +19,7 @@ from danlu.models.initialize import initialize
 from danlu.models.layer_spec import Dense, Experts, Feed, Mixer, Router
 from danlu.models.mixer_spec import Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
+from danlu.models.router_replay import routers_of
 from danlu.planning import activation_memory
 from danlu.planning.activation_memory import ActivationPlan, activation_bytes
 
@@ -32,10 +34,11 @@ def saved_bytes(
     feed: Feed | None = None,
     mixer: Mixer | None = None,
     recompute: Kind = "none",
+    draws: bool = False,
     **changes: Any,
 ) -> tuple[int, ModelConfig]:
     """Bytes of the distinct storages kept for backward, parameters left out. feed, mixer, changes: of all layers; None:
-    a dense network, grouped queries."""
+    a dense network, grouped queries. draws: whether routers draw experts."""
     model = tiny_model(**SIZES)
     if feed is not None or mixer is not None or changes:
         config = model.config.with_layers(
@@ -43,6 +46,11 @@ def saved_bytes(
         )
         model = Decoder(config)
         initialize(model, 0)
+    if draws:
+        state = DropoutState(0)
+        state.begin(1, list(enumerate(lengths)))
+        for place, router in routers_of(model).items():
+            router.draws = SiteNumbers(f"router {place}", state)
     wrap(model, [LayerPlan(layer, recompute) for layer in range(len(model.layers))])
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
@@ -138,6 +146,19 @@ def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype, recom
         return
     dense = config.with_layers(lambda layer: replace(layer, feed=Dense(2 * 192 + 64)))
     assert activation_bytes(dense, lengths, dtype.itemsize).kept < real  # without rows taken and given back
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_with_scattered_inputs_keep_the_factors(dtype: torch.dtype) -> None:
+    lengths, scattered = [100, 156, 200, 56], Router("sparse-mixer", jitter=0.3, input_jitter=0.1)
+    feed = Experts(8, 2, 192, router=scattered)
+    real, config = saved_bytes(lengths, dtype, feed, draws=True)
+    predicted = activation_bytes(config, lengths, dtype.itemsize).kept
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+    least = sum(lengths) * config.hidden_size * dtype.itemsize * len(config.layers)
+    assert real - saved_bytes(lengths, dtype, feed)[0] >= least
+    still = config.with_layers(lambda layer: replace(layer, feed=Experts(8, 2, 192, router=Router("sparse-mixer"))))
+    assert predicted - activation_bytes(still, lengths, dtype.itemsize).kept >= 2 * least
 
 
 def test_probabilities_that_are_computed_again_are_those_of_a_block() -> None:
