@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from builders.placed_decoder import placed_of
 from builders.tiny_run import SyntheticPacks, tiny_model
+from torch import Tensor
 
 from danlu.core.errors import RecipeError
 from danlu.models.router_replay import routers_of
 from danlu.models.saving import save
 from danlu.recipe import load
 from danlu.stages.placed import PlacedDecoder
-from danlu.training.learner import MicroStep
+from danlu.training.executor import Executor
+from danlu.training.learner import MicroStep, StepItems
 
 MODEL = {
     "model_type": "phimoe",
@@ -66,6 +69,22 @@ def test_a_training_step_draws(tmp_path: Path, training: str) -> None:
     assert len({first, loss(model, 2), loss(model, 1, number=1), loss(model, None)}) == 4
     assert loss(placed(tmp_path, seed=7, **changes), 1) != first
     assert loss(model, None) == loss(model, None)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_recomputed_layer_draws_the_same_experts(tmp_path: Path, kind: str) -> None:
+    def gradients(step: int, **changes: Any) -> dict[str, Tensor]:
+        model = placed(tmp_path, precision="fp32", **changes)
+        learner, pack = model.learner(1), SyntheticPacks().at(0)
+        step_items = StepItems([pack], [[0]], learner.totals([pack]), step=step)
+        Executor(learner, step_items).run(learner.parallel.actions(1))
+        return {name: parameter.grad for name, parameter in model.parameters() if parameter.grad is not None}
+
+    plain, recomputed = gradients(1), gradients(1, memory={"recompute": kind})
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=1e-7)
+    other = gradients(2)
+    assert max(float((other[name] - gradient).abs().max()) for name, gradient in plain.items()) > 1e-3  # control
 
 
 def test_a_policy_gradient_draws_no_experts(tmp_path: Path) -> None:
