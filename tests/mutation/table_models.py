@@ -410,8 +410,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- names of each family
     Mutation(
         "remote_engines/vllm.py",
-        'PREFIXES = {"gpt_neox.": "model."}',
-        "PREFIXES: dict[str, str] = {}",
+        'PREFIXES = {"gpt_neox.": "model.", f',
+        "PREFIXES = {f",
         "remote_engines/test_server_interface.py",
         "gpt_neox",
     ),

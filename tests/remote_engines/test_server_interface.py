@@ -62,6 +62,14 @@ def test_tensors_of_gpt_neox_are_compared_by_the_names_of_transformers_class():
     }
 
 
+def test_tensors_of_a_language_part_are_compared_by_vllms_names():
+    names = [f"model.language_model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert comparable_tensors(dict.fromkeys([*names, "model.language_model.norm.weight"])) == {
+        "language_model.model.layers.0.self_attn.qkv_proj.weight": names,
+        "language_model.model.norm.weight": ["model.language_model.norm.weight"],
+    }
+
+
 def test_layers_that_a_folder_has_in_one_are_compared_as_they_are():
     names = ["self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.q_norm"]
     names = [f"model.layers.0.{name}.weight" for name in names]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient, RequestRefused
+from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.safetensors_format import raw_bytes
 from danlu.core.terminal import print_status
 from danlu.inference.engine import PauseMode
@@ -68,8 +69,9 @@ UNCHANGED = (
 )
 """Layers that vLLM has as a model folder does; rows of the embedding and the head are padded. The last are GPT-NeoX's,
 which vLLM computes by transformers' class: queries, keys and values lie head by head there too."""
-PREFIXES = {"gpt_neox.": "model."}
-"""How tensors begin in model folders, and in vLLM, where the two differ."""
+PREFIXES = {"gpt_neox.": "model.", f"{LANGUAGE_PART}.": "language_model.model."}
+"""How tensors begin in model folders, and in vLLM, where the two differ. Those of language parts are read from the
+mappers of vLLM 0.32 (qwen2_5_vl.py, qwen3_vl.py, gemma3_mm.py, gemma4_mm.py, mistral3.py)."""
 
 
 def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Callable[[], WeightGroup]]:
@@ -285,9 +287,13 @@ def comparable_tensors(names: Mapping[str, Any]) -> dict[str, list[str]]:
             if stem is not None:
                 stacks[f"{stem}{fused}.{attribute}"] = [f"{stem}{part}.{attribute}" for part in parts]
         if module.endswith(UNCHANGED):
-            prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-            stacks[PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = [name]
-    return {name: parts for name, parts in stacks.items() if all(part in names for part in parts)}
+            stacks[name] = [name]
+    return {_vllm_name(name): parts for name, parts in stacks.items() if all(part in names for part in parts)}
+
+
+def _vllm_name(name: str) -> str:
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _digests(parts: Sequence[Tensor]) -> set[str]:
