@@ -251,7 +251,7 @@ CASES = [
         2,
         (
             "error: r.yaml:31:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, rl, not ",
-            "'ppoo'.",
+            "'ppoo'. Did you mean 'ppo'?",
         ),
         recipe(stage="ppoo"),
     ),

@@ -309,6 +309,26 @@ def test_a_recipe_in_the_words_of_another_tool(write: Write) -> None:
     assert any("model: missing: add 'model: ...'" in line for line in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [
+        ("rm", "not 'rm'. Write stage: reward"),
+        ("GRPO", "not 'GRPO'. Write stage: grpo"),
+        ("online_dpo", "not 'online_dpo'. Write stage: online-dpo"),
+        ("ppoo", "not 'ppoo'. Did you mean 'ppo'?"),
+        ("7", "not 7"),
+    ],
+)
+def test_a_stage_by_another_name_leads_to_it(write: Write, stage: str, remedy: str) -> None:
+    (said,) = problems(write(f"stage: {stage}\nmodel: base\ndata: a.jsonl\noutput: run\n"))
+    assert said.endswith(remedy)
+
+
+def test_a_key_of_a_source_leads_there(write: Write) -> None:
+    said = problems(write("stage: sft\nmodel: base\ndata: {train: a.jsonl, rows: 9}\noutput: run\n"))
+    assert said[-1].endswith("data.rows: unknown key in Data. danlu's key for it is data.train.rows")
+
+
 def test_the_earlier_name_of_a_key_is_read(write: Write) -> None:
     """`batch.pairs` is `batch.rows` now: in a file, as an override, in a run's own recipe, and in `explain`."""
     recipe = "stage: dpo\nmodel: base\ndata: rows.json\noutput: runs/x\n"

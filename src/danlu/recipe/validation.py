@@ -12,8 +12,10 @@ from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.messages import describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
-from danlu.recipe.type_hints import fields_at, fields_of, literal_values, section_types, variants_of
+from danlu.recipe.stage_names import OBJECTIVE_NAMES
+from danlu.recipe.type_hints import fields_at, fields_of, literal_values, section_types, variants_of, walk_fields
 from danlu.recipe.yaml_tree import Node, Problem
+from danlu.registry import STAGE_WORDS
 
 
 def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
@@ -71,7 +73,18 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         written = other_tools.kind_lines(key, kind) if is_unknown else None
         message = f"unknown kind {format_value(kind)}. Write {written}" if written else unexpected(node.plain, hint)
         return Problem(f"{key}.kind", message, kind_node.origin)
-    return Problem(key, unexpected(node.plain, hint), node.origin)
+    message = unexpected(node.plain, hint)
+    return Problem(
+        key, f"{message}{_stage_that_is_meant(node.plain, message)}" if key == "stage" else message, node.origin
+    )
+
+
+def _stage_that_is_meant(value: Any, said: str) -> str:
+    """The stage that another tool calls so, or that is written in capitals (`rm`, `GRPO`); else the nearest."""
+    stage, _ = STAGE_WORDS.get(str(value).lower().replace("_", "-"), ("", ""))
+    if stage:
+        return f" Write stage: {stage}"
+    return "" if "Did you mean" in said or not isinstance(value, str) else did_you_mean(value, list(OBJECTIVE_NAMES))
 
 
 def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> str:
@@ -98,8 +111,11 @@ def _unknown(key: str, section: type[Section] | None, value: Any, stage: str) ->
         return f"{message}.{hint}"
     if name in Recipe.model_fields and section is not Recipe:
         return f"{message}. {name} is a key of the recipe itself, not of {key.rpartition('.')[0]}"
+    below = (field.key for field in walk_fields() if field.key.startswith(f"{key.rpartition('.')[0]}."))
     inner = (field for top in fields_of(Recipe) if section_types(top.hint) for field in fields_of(top.hint, top.key))
-    elsewhere = next((field.key for field in inner if field.name == name and field.key != key), None)
+    deeper = (inside for inside in below if inside.endswith(f".{name}") and inside.count(".") > key.count("."))
+    elsewhere = next(deeper, None) if section is not Recipe else None
+    elsewhere = elsewhere or next((field.key for field in inner if field.name == name and field.key != key), None)
     if elsewhere is not None:
         return f"{message}. danlu's key for it is {elsewhere}"
     return f"{message}. Known: {', '.join(known)}"
