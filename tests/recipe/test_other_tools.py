@@ -202,6 +202,17 @@ def test_accumulated_batches_are_a_product() -> None:
     assert of_pairs is not None and of_pairs.convert(8, others) == {"batch.rows": 32}
 
 
+def test_a_product_is_written_out() -> None:
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    said = advice("gradient_accumulation_steps", 8, "sft", given)
+    assert said is not None and said.startswith(
+        "danlu's key for it is batch.sequences: write batch.sequences: 32 (per_device_train_batch_size x "
+        "gradient_accumulation_steps), times num_processes. danlu accumulates"
+    )
+    said = advice("gradient_accumulation_steps", 8, "preference", {**given, "num_processes": 2})
+    assert said is not None and "write batch.rows: 64 (" in said and "times" not in said
+
+
 @pytest.mark.parametrize(
     ("name", "value", "stage", "said"),
     [

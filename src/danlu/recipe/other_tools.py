@@ -215,10 +215,11 @@ def find(name: str, stage: str = "") -> list[ForeignKey]:
     return list(equivalents.values())
 
 
-def advice(name: str, value: Any = None, stage: str = "") -> str | None:
+def advice(name: str, value: Any = None, stage: str = "", others: Mapping[str, Any] | None = None) -> str | None:
     """A sentence that leads from another tool's key to danlu's; None for a name that no tool has.
 
     value: the value that the user gave, if known; the sentence then says what to write, where that is something else.
+    others: the other keys that the user gave, for values that several of them give together.
     """
     matches = find(name, stage)
     if not matches:
@@ -231,8 +232,9 @@ def advice(name: str, value: Any = None, stage: str = "") -> str | None:
         return f"danlu has `{row.target}` for it{note}"
     if not row.is_key:
         return f"danlu {'does it by itself' if row.target == BY_ITSELF else 'does not have it'}{note}. Leave it out"
-    how = _how(row, value)
-    return f"danlu's key for it is {row.target}{how}" + (f". {row.note}" if row.note and ": write" not in how else "")
+    how, (kind, _) = _how(row, value, others), row.parts
+    has_note = row.note and (kind or ": write" not in how)
+    return f"danlu's key for it is {row.target}{how}{f'. {row.note}' if has_note else ''}"
 
 
 def kind_lines(key: str, value: str) -> str | None:
@@ -256,9 +258,17 @@ def _listed(keys: list[ForeignKey]) -> str:
     return f"{', '.join(listed[:-1])} and {listed[-1]}"
 
 
-def _how(row: ForeignKey, value: Any) -> str:
+def _such(names: list[str], keys: Mapping[str, Any], is_given: bool) -> list[str]:
+    return [name for name in names if (name in keys) == is_given]
+
+
+def _how(row: ForeignKey, value: Any, others: Mapping[str, Any] | None) -> str:
     """How danlu's key has its value, where it is another than the tool's."""
     kind, names = row.parts
+    given, missing = (_such(names, others or {}, is_given) for is_given in (True, False))
+    if kind == PRODUCT and given:
+        number = _assignments(row.convert(value, others) or {})
+        return f": write {number} ({' x '.join(given)})" + (f", times {' and '.join(missing)}" if missing else "")
     if kind:
         return f": {(' x ' if kind == PRODUCT else ' + ').join(names)}"
     if value is None or isinstance(value, dict):

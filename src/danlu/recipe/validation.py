@@ -63,7 +63,7 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         return Problem(key, _missing(key, name, hint, section), node.origin)
     if kind == "extra_forbidden" or hint is None:
         origin = node.key_origin if exact and node.key_origin is not None else node.origin
-        return Problem(key, _unknown(key, section, node.plain if exact else None, _stage(tree)), origin)
+        return Problem(key, _unknown(key, section, node.plain if exact else None, tree), origin)
     kind_node = node.child("kind") if variants_of(hint) else None
     if kind_node is not None:
         from danlu.recipe import other_tools  # here: see `_unknown`
@@ -94,16 +94,16 @@ def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> s
     return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){f': {doc}' if doc else ''}."
 
 
-def _unknown(key: str, section: type[Section] | None, value: Any, stage: str) -> str:
+def _unknown(key: str, section: type[Section] | None, value: Any, tree: Node) -> str:
     """Suggests the key that was meant: a field of this section, another tool's name, or a field of another section."""
     from danlu.recipe import other_tools  # here: its tables are read for a recipe with an unknown key alone
 
-    section = section or Recipe
+    section, stage = section or Recipe, _stage(tree)
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(section.model_fields), key.rpartition(".")[2]
     if name in section.old_names:
         return f"{message}: it is the earlier name of {section.old_names[name]}, which is given too. Leave it out"
-    advice = other_tools.advice(key, value, stage)
+    advice = other_tools.advice(key, value, stage, tree.plain)
     hint = did_you_mean(name, known)
     if advice is not None and not any(row.target == key for row in other_tools.find(key, stage)):
         return f"{message}. {advice}"
