@@ -10,6 +10,7 @@ CASES = [
     ("<think>\nA fox.\n</think>\n\nYes.", None, "A fox.", "Yes."),
     ("A fox.\n</think>\n\nYes.", "<think>", "A fox.", "Yes."),
     ("[THINK]so[/THINK]Yes [/THINK]", None, "so", "Yes [/THINK]"),
+    ("<|channel>thought\nso\n<channel|>Yes", None, "so", "Yes"),
     ("  <think></think>Yes", None, "", "Yes"),
     ("<think> a < b </thin </think> c", None, "a < b </thin", "c"),
     ("Yes. <think>no</think>", None, "", "Yes. <think>no</think>"),

@@ -44,6 +44,7 @@ SEP, CALL_BEGIN, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>",
 # deepseek: vllm/tool_parsers/deepseekv3_tool_parser.py (V3, R1) and deepseekv31_tool_parser.py (V3.1)
 # mistral: vllm/tool_parsers/mistral_tool_parser.py, mistral-common (`[CALL_ID]`, `[ARGS]`)
 # gpt-oss: openai/gpt-oss-20b chat_template.jinja; sglang srt/function_call/gpt_oss_detector.py
+# gemma-4: google/gemma-4-31B-it chat_template.jinja (`format_argument`); tokenizer_config.json (`response_schema`)
 # llama-3: vllm/tool_parsers/llama_tool_parser.py; Meta's prompt format of Llama 3.1 (`NAME.call(..)`)
 ANSWERS: list[tuple[str, str, str, list[Any]]] = [
     ("hermes", f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", [BREST]),
@@ -105,6 +106,24 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         [ToolCall("other", {"a": [1]})],
     ),
     ("glm-4", f"\nget_weather\n{ARGUMENTS}", "", [BREST]),
+    (
+        "gemma-4",
+        'Well.<|tool_call>call:get_weather{city:<|"|>Brest<|"|>,days:3}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        "Well.",
+        [BREST, NOW],
+    ),
+    (
+        "gemma-4",
+        '<|tool_call>call:get_weather{city:<|"|>3<|"|>,days:3,exact:true,hours:[1,2],wind:2.5}<tool_call|>',
+        "",
+        [TYPED],
+    ),
+    (
+        "gemma-4",
+        '<|tool_call>call:other{a:{<|"|>b<|"|>:[<|"|>x, {y}: <tool_call|> "<|"|>,{c:false},[]]}, d:None}<tool_call|>',
+        "",
+        [ToolCall("other", {"a": {"b": ['x, {y}: <tool_call|> "', {"c": False}, []]}, "d": None})],
+    ),
     (
         "minimax-m2",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Brest</parameter>\n'
@@ -249,6 +268,20 @@ def test_text_is_no_call(family: str, answer: str) -> None:
         ("mistral", "[TOOL_CALLS]now", "a call is NAME[ARGS]"),
         ("mistral", "[TOOL_CALLS][]", "the list of calls is empty"),
         ("mistral", "[TOOL_CALLS]now[ARGS]{a}", "the call is no JSON"),
+        ("gemma-4", "<|tool_call>now<tool_call|>", "a call is call:NAME{KEY:VALUE}"),
+        ("gemma-4", "<|tool_call>call:now{a:1", "the call of now is no {KEY:VALUE}: it has no end"),
+        (
+            "gemma-4",
+            "<|tool_call>call:now{a:[1;2]}<tool_call|>",
+            "the call of now is no {KEY:VALUE}: '1;2' is no value",
+        ),
+        ("gemma-4", "<|tool_call>call:now{a}<tool_call|>", "the call of now is no {KEY:VALUE}: 'a}<tool_call|>' is no"),
+        ("gemma-4", "<|tool_call>call:now{} now<tool_call|>", "a call ends in <tool_call|>"),
+        (
+            "gemma-4",
+            f"<|tool_call>call:now{{a:{'[' * 100_000}<tool_call|>",
+            "the call of now is no {KEY:VALUE}: bracke",
+        ),
         ("llama-3", "<|python_tag|>import os", "behind <|python_tag|> stands neither"),
         ("llama-3", '{"name": "now", "parameters": [1]}', "the arguments of now are no JSON object"),
         (
@@ -270,6 +303,7 @@ NUMBERS: dict[str, str] = {
     "mistral": '[TOOL_CALLS]now[ARGS]{"wind": %s}',
     "llama-3": '<|python_tag|>{"name": "now", "parameters": {"wind": %s}}',
     "gpt-oss": '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"wind": %s}<|call|>',
+    "gemma-4": "<|tool_call>call:now{wind:%s}<tool_call|>",
     "glm-4": 'now\n{"wind": %s}',
 }
 
@@ -326,6 +360,9 @@ WRITES = {
     "minimax-m2": """{{ '<minimax:tool_call>\n<invoke name="' + f.name + '">' }}{% for k, v in f.arguments | items %}"""
     """{{ '<parameter name="' + k + '">' + v | string + '</parameter>' }}{% endfor %}"""
     "{{ '</invoke>\n</minimax:tool_call>' }}",
+    "gemma-4": "{{ '<|tool_call>call:' + f.name + '{' }}{% for k, v in f.arguments | dictsort %}"
+    """{{ ',' if not loop.first }}{{ k }}:{{ '<|"|>' + v + '<|"|>' if v is string else v }}"""
+    "{% endfor %}{{ '}<tool_call|>' }}",
     "deepseek": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\n```json\n'"
     " + f.arguments + '\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}",
     "mistral": "{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + (f.arguments | tojson) }}",

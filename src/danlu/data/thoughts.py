@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""The marks that open a thought, with those that end it."""
+THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
+"""The marks that open a thought, with those that end it; the last are Gemma 4's."""
 
 
 def opened_thought(prompt: str) -> str | None:

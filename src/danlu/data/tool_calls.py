@@ -13,6 +13,7 @@ from typing import Any
 
 from danlu.core.errors import DataError
 from danlu.core.types import MalformedCall, ToolCall
+from danlu.data import gemma_tool_calls as gemma
 from danlu.data import tool_call_forms as forms
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.thoughts import THOUGHTS, opened_thought
@@ -49,6 +50,7 @@ FORMS: dict[str, CallForm] = {
         CallForm("gpt-oss", dict.fromkeys(forms.HARMONY_MARKS, forms.read_harmony), forms.read_bare_harmony),
         CallForm("llama-3", {"<|python_tag|>": forms.read_python_tag}, forms.read_bare_json),
         CallForm("mistral", {"[TOOL_CALLS]": forms.read_mistral}, forms.read_bare_json),
+        CallForm("gemma-4", {gemma.OPEN: gemma.read_gemma4}),
         CallForm("glm-4", {}, forms.read_bare_glm4),
     )
 }
