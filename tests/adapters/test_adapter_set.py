@@ -10,8 +10,8 @@ import torch
 from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb, wide_logits, widen
 from builders.tiny_run import tiny_model
 
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_weights, merged_parameter
+from danlu.adapters.shapes import BASE_CHANGING_INITS
 from danlu.core.errors import ModelError, RecipeError
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections

@@ -209,7 +209,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- pairs of features
     Mutation(
-        "adapters/bottleneck.py",
+        "adapters/shapes.py",
         'return f"{name.partition(number)[0]}.{layer}"',
         'return name.rsplit(".", 2)[0]',
         "adapters/test_bottleneck.py",

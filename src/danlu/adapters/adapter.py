@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from danlu.adapters.shapes import AdapterTensor
 from danlu.core.layer_types import Axis, EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
@@ -110,6 +111,16 @@ def saved_inputs(x: Tensor, recomputed: Recomputed | None) -> tuple[Tensor, ...]
     recompute it.
     """
     return (x,) if recomputed is None else recomputed.inputs
+
+
+def new_parameter(tensor: AdapterTensor, device: torch.device | str) -> nn.Parameter:
+    """A parameter of that shape, uninitialised."""
+    return nn.Parameter(torch.empty(tensor.shape, device=device), requires_grad=tensor.trained)
+
+
+def embedding_of(tensor: AdapterTensor, device: torch.device | str) -> nn.Embedding:
+    """A trained embedding of that shape, uninitialised."""
+    return nn.Embedding.from_pretrained(torch.empty(tensor.shape, device=device), freeze=False)
 
 
 def module_of_type(module: nn.Module, kind: type[_Module]) -> _Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,19 +14,17 @@ from torch.nn import Parameter
 from danlu.adapters.adapter import DenseLinear, in_float32
 from danlu.adapters.build import BuildContext, build_modules
 from danlu.adapters.lora import LowRank
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS, initialize_from_base
+from danlu.adapters.low_rank_init import initialize_from_base
 from danlu.adapters.prompt import Prompt, VirtualTokens
+from danlu.adapters.shapes import BASE_CHANGING_INITS, NO_TOKENS, trained_in_full
 from danlu.adapters.slot import Slot, new_slot
 from danlu.adapters.targets import choose, sites_of_rows
 from danlu.adapters.token_rows import TokenRows, build_rows
-from danlu.core.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError
 from danlu.core.layer_types import Site
 
 FROZEN = ("initial_A", "initial_B", "vera_A", "vera_B")
 """Parameters of adapters that are saved and never trained."""
-
-
-NO_TOKENS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass
@@ -111,7 +108,7 @@ class AdapterSet:
         if name in self.added:
             raise ModelError(f"an adapter named {name!r} is there already")
         chosen = choose(self.sites, section, check_ranks=check_ranks)
-        with_rows = sites_of_rows(self.sites, chosen, section, token_ids)
+        with_rows = sites_of_rows(self.sites, chosen, section, token_ids, tied=self.tied)
         sites = [
             site if site.module is not None else replace(site, module=self.head_as_linear())
             for site in (*chosen, *with_rows)
@@ -261,36 +258,18 @@ class AdapterSet:
         return slot
 
     def _fully_trained(self, added: AddedAdapter) -> Iterator[str]:
-        """Names of the base's parameters that this adapter trains in full.
-
-        Raises RecipeError for `modules_to_save` that match nothing, and for stacked parameters of experts, of which an
-        adapter's folder has no place for a copy.
-        """
-        section = added.section
-        stacked = {site.name for site in self.sites if site.experts is not None}
-        saved: list[str] = getattr(section, "modules_to_save", [])
-        if "lm_head" in saved:
+        """Names of the base's parameters that this adapter trains in full; errors as `shapes.trained_in_full`."""
+        if "lm_head" in getattr(added.section, "modules_to_save", []):
             self.head_as_linear()
-        bias = getattr(section, "bias", "none")
-        adapted = {f"{site.name}.bias" for site in added.sites}
         names = self.base_parameters()
-        known = {*names, *(copy.name for copy in added.copies)}  # of a stage of a pipeline, those of other stages too
-        for module in saved:
-            if not any(_belongs_to(name, self.hf_name(name), module) for name in known):
-                raise RecipeError(f"adapter.modules_to_save: {module!r} matches no module of this model")
-        for name in names:
-            is_saved = any(_belongs_to(name, self.hf_name(name), module) for module in saved)
-            if not (
-                is_saved or (name.endswith(".bias") and (bias == "all" or (bias == "adapted" and name in adapted)))
-            ):
-                continue
-            if name.rpartition(".")[0] in stacked:
-                key = "modules_to_save" if is_saved else f"bias: {bias}"
-                raise RecipeError(
-                    f"adapter.{key} would train {name} of all experts in full, which adapter folders have no place "
-                    "for. Put LoRA on them (adapter.targets: experts), or train the whole model"
-                )
-            yield name
+        return trained_in_full(
+            added.section,
+            names,
+            {*names, *(copy.name for copy in added.copies)},  # of a stage of a pipeline, those of other stages too
+            adapted={f"{site.name}.bias" for site in added.sites},
+            stacked={site.name for site in self.sites if site.experts is not None},
+            hf_name=self.hf_name,
+        )
 
     def fully_trained(self) -> set[str]:
         """Names of the base's parameters of which some adapter trains a copy."""
@@ -429,9 +408,3 @@ def dense_linear(linear: Any) -> DenseLinear:
 def _changed_base(module: nn.Module | None) -> bool:
     """Whether a module's initial factors were subtracted from the base."""
     return isinstance(module, LowRank) and module.initial_A is not None
-
-
-def _belongs_to(parameter: str, hf_name: str, module: str) -> bool:
-    """Whether a parameter is within a module given by the end of its name, in danlu or in Hugging Face folders."""
-    owners = (parameter.rpartition(".")[0], hf_name.rpartition(".")[0])
-    return any(f".{owner}".endswith(f".{module}") for owner in owners)

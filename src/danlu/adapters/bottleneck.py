@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader
+from danlu.adapters.shapes import BRANCHES, branch_slots, through_layer
+from danlu.adapters.shapes import bottleneck as shapes_of
 from danlu.core.layer_types import Site
 from danlu.recipe import sections
 
 Activation = Literal["gelu", "relu", "silu"]
 KIND = "DANLU_BOTTLENECK"
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-SLOTS = {"houlsby": ("after_attention", "after_mlp"), "pfeiffer": ("after_mlp",)}
 
 
 class Bottleneck(nn.Module):
@@ -32,10 +33,11 @@ class Bottleneck(nn.Module):
     def __init__(self, width: int, bottleneck: int, activation: Activation, *, device: torch.device | str = "cpu"):
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.down_weight = nn.Parameter(torch.empty(bottleneck, width, device=device))
-        self.down_bias = nn.Parameter(torch.zeros(bottleneck, device=device))
-        self.up_weight = nn.Parameter(torch.zeros(width, bottleneck, device=device))
-        self.up_bias = nn.Parameter(torch.zeros(width, device=device))
+        shapes = {name: tensor.shape for name, tensor in shapes_of(width, bottleneck).items()}
+        self.down_weight = nn.Parameter(torch.empty(shapes["down_weight"], device=device))
+        self.down_bias = nn.Parameter(torch.zeros(shapes["down_bias"], device=device))
+        self.up_weight = nn.Parameter(torch.zeros(shapes["up_weight"], device=device))
+        self.up_bias = nn.Parameter(torch.zeros(shapes["up_bias"], device=device))
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -53,21 +55,15 @@ def slot_keys(sites: Sequence[Site], placement: str) -> dict[str, str]:
     """Returns the prefix of keys on disk by the name of each slot that a placement (houlsby, pfeiffer) fills."""
     # From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`).
     layers = {
-        _through_layer(site.name, site.layer): _through_layer(site.hf_name, site.layer)
+        through_layer(site.name, site.layer): through_layer(site.hf_name, site.layer)
         for site in sites
         if site.layer is not None
     }
-    return {
-        f"{layer}.{slot}": f"{PREFIX}{hf_layer}.{slot}.bottleneck"
-        for layer, hf_layer in layers.items()
-        for slot in SLOTS[placement]
-    }
-
-
-def _through_layer(name: str, layer: int) -> str:
-    """The part of a site's name that ends with its layer: sites of experts lie deeper in it than others."""
-    number = f".{layer}."
-    return f"{name.partition(number)[0]}.{layer}"
+    keys: dict[str, str] = {}
+    for slot in branch_slots(sites, placement):
+        layer, _, end = slot.rpartition(".")
+        keys[slot] = f"{PREFIX}{layers[layer]}.{end}.bottleneck"
+    return keys
 
 
 # ── a format like PEFT's, which has no bottleneck adapters ──
@@ -96,14 +92,14 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Bottl
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
     section = sections.Bottleneck(
-        placement=reader.choice("placement", SLOTS),
+        placement=reader.choice("placement", BRANCHES),
         width=reader.positive_int("width"),
         activation=reader.choice("activation", ACTIVATIONS),
     )
-    width, inner = next(site.shape[1] for site in sites if site.group == "embedding"), section.width
-    shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
+    width = next(site.shape[1] for site in sites if site.group == "embedding")
+    tensors = shapes_of(width, section.width)
     by_slot = {
-        slot: {name: reader.tensor(f"{key}.{name}", shape) for name, shape in shapes.items()}
+        slot: {name: reader.tensor(f"{key}.{name}", tensor.shape) for name, tensor in tensors.items()}
         for slot, key in slot_keys(sites, section.placement).items()
     }
     return section, by_slot

@@ -12,12 +12,13 @@ from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
 from danlu.adapters.dropout import Dropout, DropoutState
-from danlu.adapters.hf_layers import HFLayer, adapted_layers
+from danlu.adapters.hf_layers import TargetLayers, target_layers
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, GroupedLowRank, LowRank
 from danlu.adapters.mora import Mora
+from danlu.adapters.shapes import branch_slots, largest_shape, prefix_slots
 from danlu.adapters.targets import by_pattern, select, square_width
-from danlu.adapters.vera import Projection, Vera, largest_shape
+from danlu.adapters.vera import Projection, Vera
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Site
 from danlu.recipe import sections
@@ -61,12 +62,12 @@ def build_modules(
         case sections.LowRank():
             return {site.name: low_rank(site, section, name, context) for site in targets}
         case sections.Vera():
-            return vera(_target_layers(targets, all_sites), section, name, context)
+            return vera(target_layers(targets, all_sites), section, name, context)
         case sections.Mora():
             return {site.name: mora(site, section, name, context) for site in targets}
         case sections.Ia3():
             feedforward = {site.name for site in select(all_sites, section.feedforward, key="adapter.feedforward")}
-            return ia3(_target_layers(targets, all_sites), feedforward, context)
+            return ia3(target_layers(targets, all_sites), feedforward, context)
         case sections.Bottleneck():
             return bottlenecks(section, name, context, all_sites)
         case sections.Prompt():
@@ -111,16 +112,6 @@ def lora_scale(site: Site, section: sections.LowRank, rank: int) -> float:
     return alpha / (rank if section.scaling == "standard" else math.sqrt(rank))
 
 
-TargetLayers = list[tuple[HFLayer, list[Site]]]
-"""Layers of a Hugging Face folder, each with those of its parts that an adapter sits on."""
-
-
-def _target_layers(targets: Sequence[Site], all_sites: Sequence[Site]) -> TargetLayers:
-    names = {site.name for site in targets}
-    layers = adapted_layers(names, all_sites)
-    return [(layer, [site for site in layer.parts if site.name in names]) for layer in layers]
-
-
 def vera(layers: TargetLayers, section: sections.Vera, name: str, context: BuildContext) -> dict[str, nn.Module]:
     """VeRA on all its sites, which share one pair of random matrices."""
     shape = largest_shape([layer for layer, _ in layers])
@@ -163,7 +154,7 @@ def bottlenecks(
     """Bottleneck adapters by the slots they sit in."""
     width = next(site for site in all_sites if site.group == "embedding").shape[1]
     modules: dict[str, nn.Module] = {}
-    for slot in bottleneck.slot_keys(all_sites, section.placement):
+    for slot in branch_slots(all_sites, section.placement):
         module = bottleneck.Bottleneck(width, section.width, section.activation, device=context.device)
         module.reset_parameters(context.generator(f"{slot}.{name}.down_weight"))
         modules[slot] = module
@@ -188,7 +179,7 @@ def prefixes(
 ) -> dict[str, nn.Module]:
     """A prefix: its virtual tokens on the embedding, and its keys and values by the slots they sit in."""
     tokens = prefix.PrefixTokens(first_id, section.tokens, site.shape[1])
-    widths = prefix.attention_slots(all_sites)
+    widths = prefix_slots(all_sites)
     projection = None
     if section.projection is not None:
         projection = prefix.Projection(section.tokens, max(widths.values()), section.projection, device=context.device)

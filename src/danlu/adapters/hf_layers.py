@@ -60,6 +60,17 @@ def hf_layers(sites: Sequence[Site]) -> list[HFLayer]:
     return [HFLayer(name, tuple(sharing)) for name, sharing in parts.items()]
 
 
+TargetLayers = list[tuple[HFLayer, list[Site]]]
+"""Layers of a Hugging Face folder, each with those of its parts that an adapter sits on."""
+
+
+def target_layers(targets: Sequence[Site], all_sites: Sequence[Site]) -> TargetLayers:
+    """The layers that have one of the targets for a part, each with those of its parts that are targets."""
+    names = {site.name for site in targets}
+    layers = adapted_layers(names, all_sites)
+    return [(layer, [site for site in layer.parts if site.name in names]) for layer in layers]
+
+
 def adapted_layers(names: Collection[str], sites: Sequence[Site]) -> list[HFLayer]:
     """Those of all layers that have a part of these names."""
     return [layer for layer in hf_layers(sites) if any(site.name in names for site in layer.parts)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type, saved_inputs
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
+from danlu.adapters.shapes import ia3_vector
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import LinearLayer, Recomputed, Site
 from danlu.recipe import sections
@@ -40,11 +41,13 @@ class Ia3(Adapter):
     ) -> None:
         super().__init__()
         self.of_inputs = of_inputs
-        self.ia3_l = nn.Parameter(torch.ones(shape[of_inputs], device=device)) if vector is None else vector
+        own = ia3_vector(shape, of_inputs=of_inputs)["ia3_l"]
+        self.axes: TensorAxes = {"ia3_l": own.axes}
+        self.ia3_l = nn.Parameter(torch.ones(own.shape, device=device)) if vector is None else vector
 
     @property
     def tensor_axes(self) -> TensorAxes:
-        return {"ia3_l": ("inputs" if self.of_inputs else "outputs",)}
+        return self.axes
 
     def adapt_input(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
         return _scaled(x, self.ia3_l, recomputed) if self.of_inputs else x

@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, GroupedLinearAdapter, TensorAxes
+from danlu.adapters import shapes
+from danlu.adapters.adapter import (
+    Adapter,
+    DenseLinear,
+    EmbeddingAdapter,
+    GroupedLinearAdapter,
+    TensorAxes,
+    new_parameter,
+)
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.low_rank import LowRankFactors
 from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
@@ -54,14 +62,15 @@ class LowRank(Adapter):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        outputs, inputs = shape
         self.scale = scale
         self.restores_base = False
         self._dropout = dropout
         self.exact_norm = exact_norm
-        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=device), requires_grad=not freeze_a)
-        self.lora_B = nn.Parameter(torch.empty(outputs, rank, device=device))
-        self.lora_magnitude_vector = nn.Parameter(torch.empty(outputs, device=device)) if magnitude else None
+        factors = shapes.factors(shape, rank, freeze_a=freeze_a)
+        self.lora_A = new_parameter(factors["lora_A"], device)
+        self.lora_B = new_parameter(factors["lora_B"], device)
+        vector = shapes.magnitudes(shape[0])["lora_magnitude_vector"]
+        self.lora_magnitude_vector = new_parameter(vector, device) if magnitude else None
         self.register_parameter("initial_A", None)
         self.register_parameter("initial_B", None)
         self.register_buffer("base_row_squares", None, persistent=False)
@@ -113,13 +122,7 @@ class LowRank(Adapter):
 
     @property
     def tensor_axes(self) -> TensorAxes:
-        return {
-            "lora_A": (None, "inputs"),
-            "lora_B": ("outputs", None),
-            "lora_magnitude_vector": ("outputs",),
-            "initial_A": (None, "inputs"),
-            "initial_B": ("outputs", None),
-        }
+        return shapes.LOW_RANK_AXES
 
     def narrow(self, shard: LinearShard) -> None:
         self._dropout.first_feature = shard.inputs.start
@@ -187,10 +190,10 @@ class EmbeddingLowRank(EmbeddingAdapter):
 
     def __init__(self, shape: tuple[int, int], rank: int, scale: float, *, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        vocab_size, width = shape
         self.scale = scale
-        self.lora_embedding_A = nn.Parameter(torch.empty(rank, vocab_size, device=device))
-        self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, device=device))
+        factors = shapes.embedding_factors(shape, rank)
+        self.lora_embedding_A = new_parameter(factors["lora_embedding_A"], device)
+        self.lora_embedding_B = new_parameter(factors["lora_embedding_B"], device)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -200,7 +203,7 @@ class EmbeddingLowRank(EmbeddingAdapter):
 
     @property
     def tensor_axes(self) -> TensorAxes:
-        return {"lora_embedding_A": (None, "outputs")}
+        return shapes.EMBEDDING_AXES
 
     def adapt_output(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
         rows, elsewhere = embedding.local_rows(tokens)
@@ -238,10 +241,10 @@ class GroupedLowRank(GroupedLinearAdapter):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        outputs, inputs = shape
         self.scale = scale
-        self.lora_A = nn.Parameter(torch.empty(experts, rank, inputs, device=device), requires_grad=not freeze_a)
-        self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank, device=device))
+        factors = shapes.grouped_factors(experts, shape, rank, freeze_a=freeze_a)
+        self.lora_A = new_parameter(factors["lora_A"], device)
+        self.lora_B = new_parameter(factors["lora_B"], device)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
@@ -251,7 +254,7 @@ class GroupedLowRank(GroupedLinearAdapter):
 
     @property
     def tensor_axes(self) -> TensorAxes:
-        return {"lora_A": (None, None, "inputs"), "lora_B": (None, "outputs", None)}
+        return shapes.GROUPED_AXES
 
     def adapt_output(self, x: Tensor, y: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor:
         low = linear.product(x, self.lora_A, counts)  # [N, r]

@@ -19,9 +19,6 @@ from danlu.adapters.adapter import in_float32
 from danlu.adapters.lora import LowRank
 from danlu.core.errors import ModelError
 
-BASE_CHANGING_INITS = ("pissa", "olora", "loftq")
-"""Initialisations that subtract their factors from the base."""
-
 
 @dataclass(frozen=True)
 class InitialFactors:

@@ -27,6 +27,7 @@ from danlu.adapters.adapter import Adapter, DenseLinear, module_of_type, saved_i
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
+from danlu.adapters.shapes import mora_square
 from danlu.adapters.targets import Form, square_width
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import LinearLayer, LinearShard, Recomputed, Site
@@ -114,13 +115,20 @@ class Mora(Adapter):
     sin: Tensor | None
 
     def __init__(
-        self, shape: tuple[int, int], width: int, form: Form, dropout: Dropout, *, device: torch.device | str = "cpu"
+        self,
+        shape: tuple[int, int],
+        width: int,
+        form: Form,
+        dropout: Dropout,
+        *,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         outputs, inputs = shape
+        square = mora_square(inputs, width, form)["mora_M"]
         self.folding = Folding(inputs, outputs, width, form)
         self.dropout = dropout
-        self.mora_M = nn.Parameter(torch.zeros(width, width, device=device))
+        self.mora_M = nn.Parameter(torch.zeros(square.shape, device=device))
         cos, sin = self.folding.angles() if form == "rotation" else (None, None)
         self.register_buffer("cos", None if cos is None else cos.to(device), persistent=False)
         self.register_buffer("sin", None if sin is None else sin.to(device), persistent=False)

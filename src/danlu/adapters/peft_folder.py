@@ -30,9 +30,9 @@ from danlu.adapters import bottleneck, ia3, mora, peft_lora, peft_products, pref
 from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, TOKENS, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.hf_layers import HFLayer
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
+from danlu.adapters.shapes import BASE_CHANGING_INITS
 from danlu.adapters.token_rows import TokenRows
 from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import ShardableModule, module_of_type
+from danlu.adapters.adapter import ShardableModule, embedding_of, module_of_type, new_parameter
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.prompt import VirtualTokenPositions, VirtualTokens
+from danlu.adapters.shapes import layer_prefix, prefix_projection, prefix_slots
 from danlu.core import device_moves
 from danlu.core.layer_types import LinearShard, Site
 from danlu.recipe import sections
@@ -64,9 +65,10 @@ class Projection(nn.Module):
 
     def __init__(self, count: int, width: int, hidden: int, *, device: torch.device | str) -> None:
         super().__init__()
-        self.embedding = _embedding(count, width, device)
-        self.weight = nn.Parameter(torch.empty(hidden, width, device=device))
-        self.bias = nn.Parameter(torch.empty(hidden, device=device))
+        tensors = prefix_projection(count, width, hidden)
+        self.embedding = embedding_of(tensors["embedding.weight"], device)
+        self.weight = new_parameter(tensors["weight"], device)
+        self.bias = new_parameter(tensors["bias"], device)
 
     def reset_parameters(self, generator_for: GeneratorFor) -> None:
         _normal(self.embedding.weight, generator_for("embedding.weight"))
@@ -95,11 +97,12 @@ class LayerPrefix(ShardableModule):
         self.projection = projection
         self.features = slice(0, width)
         """This rank's features of the keys, and of the values."""
+        tensors = layer_prefix(len(tokens.ids), width, None if projection is None else len(projection.bias))
         if projection is None:
-            self.embedding = _embedding(len(tokens.ids), 2 * width, device)
+            self.embedding = embedding_of(tensors["embedding.weight"], device)
         else:
-            self.weight = nn.Parameter(torch.empty(2 * width, len(projection.bias), device=device))
-            self.bias = nn.Parameter(torch.empty(2 * width, device=device))
+            self.weight = new_parameter(tensors["weight"], device)
+            self.bias = new_parameter(tensors["bias"], device)
 
     def reset_parameters(self, generator_for: GeneratorFor) -> None:
         """Draws first values as PEFT does: N(0, 1), or with a projection those of torch's linear layers."""
@@ -128,10 +131,6 @@ class LayerPrefix(ShardableModule):
         return k.index_copy(0, positions.rows, keys), v.index_copy(0, positions.rows, values)
 
 
-def _embedding(count: int, width: int, device: torch.device | str) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(torch.empty(count, width, device=device), freeze=False)
-
-
 @torch.no_grad()
 def _normal(parameter: Tensor, generator: torch.Generator) -> None:
     parameter.copy_(torch.empty(parameter.shape).normal_(generator=generator))
@@ -144,13 +143,6 @@ def _uniform(module: Projection | LayerPrefix, inputs: int, generator_for: Gener
         parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator_for(name)))
 
 
-def attention_slots(sites: Sequence[Site]) -> dict[str, int]:
-    """The name of the slot `prefix` of every layer's attention, and D, the width of the layer's keys."""
-    return {
-        f"{site.name.removesuffix('k_proj')}prefix": site.shape[0] for site in sites if site.name.endswith(".k_proj")
-    }
-
-
 # ── PEFT's format ──
 
 
@@ -160,7 +152,7 @@ def to_peft(section: sections.Prefix, modules: Mapping[str, nn.Module], sites: S
     The number of heads is left out: PEFT reads it from the model's config.
     """
     with torch.no_grad():
-        layers = [module_of_type(modules[slot], LayerPrefix) for slot in attention_slots(sites)]
+        layers = [module_of_type(modules[slot], LayerPrefix) for slot in prefix_slots(sites)]
         tables = [layer.keys_and_values().cpu() for layer in layers]  # they may lie on several devices
     values = {
         "peft_type": "PREFIX_TUNING",
@@ -179,7 +171,7 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Prefi
     tensors that do not fit the model.
     """
     reader.check_supported(_HARMLESS)
-    widths = attention_slots(sites)
+    widths = prefix_slots(sites)
     count = reader.positive_int("num_virtual_tokens")
     table = reader.tensor(_KEY, (count, sum(2 * width for width in widths.values())))
     tables = table.split([2 * width for width in widths.values()], 1)

@@ -18,8 +18,9 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import ShardableModule
+from danlu.adapters.adapter import ShardableModule, embedding_of
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
+from danlu.adapters.shapes import prompt_vectors
 from danlu.core.layer_types import EmbeddingLayer, LinearShard, Site
 from danlu.recipe import sections
 
@@ -91,7 +92,7 @@ class Prompt(VirtualTokens):
         self.multiplier = multiplier
         self.initial_token_ids = tuple(islice(cycle(token_ids), count))
         self.is_initialized = False
-        self.embedding = nn.Embedding.from_pretrained(torch.empty(count, width, device=device), freeze=False)
+        self.embedding = embedding_of(prompt_vectors(count, width)["embedding.weight"], device)
 
     @torch.no_grad()
     def initialize_from(self, embedding: EmbeddingLayer) -> None:

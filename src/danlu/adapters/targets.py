@@ -53,22 +53,28 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
     return chosen
 
 
-def check_rows(sites: Sequence[Site], chosen: Sequence[Site], section: Any, token_ids: Sequence[int]) -> None:
+def check_rows(
+    sites: Sequence[Site], chosen: Sequence[Site], section: Any, token_ids: Sequence[int], *, tied: bool
+) -> None:
     """Raises RecipeError as `sites_of_rows` does, for an adapter that trains the rows of these tokens."""
-    sites_of_rows(sites, chosen, section, dict.fromkeys(ROW_GROUPS, token_ids))
+    sites_of_rows(sites, chosen, section, dict.fromkeys(ROW_GROUPS, token_ids), tied=tied)
 
 
 def sites_of_rows(
-    sites: Sequence[Site], chosen: Sequence[Site], section: Any, token_ids: Mapping[str, Sequence[int]]
+    sites: Sequence[Site],
+    chosen: Sequence[Site],
+    section: Any,
+    token_ids: Mapping[str, Sequence[int]],
+    *,
+    tied: bool,
 ) -> list[Site]:
     """The embedding and the head, of those in which an adapter trains rows of single tokens.
 
-    Not those that it trains in full. chosen: the sites that it sits on.
+    Not those that it trains in full. chosen: the sites that it sits on; tied: whether the head is the embedding.
     Raises RecipeError where it cannot have rows: PEFT has them next to LoRA, on a layer that has no other adapter.
     """
     saved: list[str] = getattr(section, "modules_to_save", [])
     in_full = {site.group for site in sites if any(f".{site.hf_name}".endswith(f".{name}") for name in saved)}
-    tied = any(site.group == "head" and site.module is None for site in sites)
     if tied and "embedding" in in_full:
         in_full.add("head")
     with_rows = [site for site in sites if token_ids.get(site.group) and site.group not in in_full]
@@ -107,14 +113,15 @@ def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter
     """
     chosen: set[str] = set()
     for target in targets:
-        matching = [site.name for site in sites if _matches(site, target)]
+        matching = [site.name for site in sites if matches(site, target)]
         if not matching:
             raise RecipeError(f"{key}: {_no_match(sites, target)}")
         chosen.update(matching)
     return [site for site in sites if site.name in chosen]
 
 
-def _matches(site: Site, target: str) -> bool:
+def matches(site: Site, target: str) -> bool:
+    """Whether a target names a site; see `select`."""
     if target in GROUPS:
         # An adapter of the one output of a gate would be larger than the gate.
         return site.group in GROUPS[target] and min(site.shape) > 1

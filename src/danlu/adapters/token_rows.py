@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter
+from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, new_parameter
 from danlu.adapters.peft_values import PREFIX, PeftReader
+from danlu.adapters.shapes import row_tensors
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, Site
 
@@ -43,7 +44,8 @@ class TokenRows(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.token_rows = nn.Parameter(torch.empty(len(ids), width, device=device)) if rows is None else rows
+        own = row_tensors(len(ids), width)["token_rows"]
+        self.token_rows = new_parameter(own, device) if rows is None else rows
         self.register_buffer("token_ids", torch.tensor(sorted(ids), device=device), persistent=False)
         self.is_initialized = False
         self.local: slice | None = None

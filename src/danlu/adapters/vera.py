@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.hf_layers import HFLayer, Rows, adapted_layers, hf_layers
+from danlu.adapters.hf_layers import Rows, adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
+from danlu.adapters.shapes import VERA_AXES, AdapterTensor, largest_shape, vera_projection, vera_vectors
 from danlu.core import device_moves
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import LinearLayer, LinearShard, Recomputed, Site
@@ -33,11 +34,11 @@ class Projection(nn.Module):
 
     def __init__(self, rank: int, shape: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        outputs, inputs = shape
+        matrices = vera_projection(rank, shape)
         # Drawn as PEFT draws them, from one generator: A, then B, each uniform with variance 2 / columns (Kaiming).
         generator = torch.Generator("cpu").manual_seed(seed)
-        self.vera_A = nn.Parameter(_kaiming(rank, inputs, generator).to(device), requires_grad=False)
-        self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
+        self.vera_A = nn.Parameter(_kaiming(matrices["vera_A"], generator).to(device), requires_grad=False)
+        self.vera_B = nn.Parameter(_kaiming(matrices["vera_B"], generator).to(device), requires_grad=False)
         self._copies: dict[torch.device, tuple[tuple[int, int], Tensor, Tensor]] = {}
         """Copies by device, with the versions of the originals."""
 
@@ -57,15 +58,9 @@ class Projection(nn.Module):
         return copies[0], copies[1]
 
 
-def largest_shape(layers: Sequence[HFLayer]) -> tuple[int, int]:
-    """(O, I) of the matrices that some layers share: the most outputs and the most inputs of any of them."""
-    shapes = [layer.shape for layer in layers]
-    return max(outputs for outputs, _ in shapes), max(inputs for _, inputs in shapes)
-
-
-def _kaiming(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns))
-    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+def _kaiming(matrix: AdapterTensor, generator: torch.Generator) -> Tensor:
+    bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(matrix.shape[1]))
+    return torch.empty(matrix.shape).uniform_(-bound, bound, generator=generator)
 
 
 class Vera(Adapter):
@@ -97,8 +92,10 @@ class Vera(Adapter):
         self.columns = slice(0, inputs)
         self.rows = rows
         self.dropout = dropout
-        self.vera_lambda_d = nn.Parameter(a.new_full((len(a),), initial_d)) if lambda_d is None else lambda_d
-        self.vera_lambda_b = nn.Parameter(b.new_zeros(len(b[:, 0][rows])))
+        vectors = vera_vectors(len(b[:, 0][rows]), len(a))
+        first = a.new_full(vectors["vera_lambda_d"].shape, initial_d)
+        self.vera_lambda_d = nn.Parameter(first) if lambda_d is None else lambda_d
+        self.vera_lambda_b = nn.Parameter(b.new_zeros(vectors["vera_lambda_b"].shape))
         self.projection = projection
 
     @property
@@ -113,7 +110,7 @@ class Vera(Adapter):
 
     @property
     def tensor_axes(self) -> TensorAxes:
-        return {"vera_lambda_b": ("outputs",)}
+        return VERA_AXES
 
     def narrow(self, shard: LinearShard) -> None:
         if isinstance(self.rows, slice):

@@ -23,11 +23,10 @@ from danlu.models.block_scaled import scaled_method
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, read_config, read_json
-from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
-from danlu.models.sites import sites_of
+from danlu.models.sites import adapter_name, sites_of
 from danlu.numerics.bitsandbytes_layout import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
@@ -75,8 +74,7 @@ def adapters_of(
     return AdapterSet(
         model,
         adapter_sites(model),
-        # transformers' classes call the head lm_head in every family, whatever its folders call it.
-        lambda name: name if name.startswith("lm_head") else hf_name(name, model.config),
+        partial(adapter_name, config=model.config),
         build_context,
         head_as_linear=model.head_as_linear,
         quantize_dequantize=rounded,

@@ -37,8 +37,10 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
         from danlu.adapters.targets import check_rows, choose
         from danlu.models.sites import sites_of
 
-        sites = sites_of(read_config(base.folder))
-        check_rows(sites, choose(sites, adapter), adapter, trained_tokens(model, adapter))
+        config = read_config(base.folder)
+        sites = sites_of(config)
+        tokens = trained_tokens(model, adapter)
+        check_rows(sites, choose(sites, adapter), adapter, tokens, tied=config.tie_word_embeddings)
 
 
 def check_without_weights(model: sections.Model, adapter: sections.AdapterSection | None) -> None:

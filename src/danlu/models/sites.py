@@ -33,6 +33,13 @@ def sites_of(config: ModelConfig) -> list[Site]:
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
+def adapter_name(name: str, config: ModelConfig) -> str:
+    """The name by which adapters' folders know a module or parameter: transformers' classes call the head lm_head in
+    every family, whatever its folders call it.
+    """
+    return name if name.startswith("lm_head") else hf_name(name, config)
+
+
 def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
     """The site of one matrix of all experts of a layer.
 

@@ -143,7 +143,7 @@ def _initial_factors(adapters: AdapterSet, absent: set[Parameter]) -> dict[str, 
     saved.
     """
     from danlu.adapters.lora import LowRank
-    from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
+    from danlu.adapters.shapes import BASE_CHANGING_INITS
 
     factors: dict[str, Parameter] = {}
     for added in adapters.added.values():

@@ -15,7 +15,7 @@ from torch import nn
 from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
+from danlu.adapters.shapes import BASE_CHANGING_INITS
 from danlu.adapters.targets import ROW_GROUPS
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of, stored_quantization
