@@ -74,10 +74,11 @@ def requests(tokenizer: Any, **values: Any) -> list[Request]:
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8}])
 def test_answers_follow_their_grammar(decoder: Decoder, tokenizer: Any, values: dict[str, Any]) -> None:
-    asked = requests(tokenizer, **values)
+    samples = 1 if values == {"temperature": 0} else 3  # the likeliest tokens are the same each time
+    asked = [dataclasses.replace(request, samples=samples) for request in requests(tokenizer, **values)]
     free = dataclasses.replace(asked[0], number=9, grammar=None, max_new_tokens=8)
     answers = engine(decoder, tokenizer).generate([*asked, free])
-    names = [name for name in FORMS for _ in range(3)]
+    names = [name for name in FORMS for _ in range(samples)]
     for name, answer in zip(names, answers, strict=False):
         assert answer.finish == "stop" and follows(name, answer.text), (name, answer.text)
         assert answer.support is not None and all(
@@ -86,7 +87,7 @@ def test_answers_follow_their_grammar(decoder: Decoder, tokenizer: Any, values: 
     assert answers[-1].support is None or values.get("top_p"), "an answer beside them may be any text"
     for options in ({"draft": DraftOptions(tokens=3)}, {"sequences": 2}):
         again = engine(decoder, tokenizer, **options).generate(asked)
-        assert [answer.tokens for answer in again] == [answer.tokens for answer in answers[:-3]]
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in answers[:-samples]]
 
 
 @pytest.mark.usefixtures("torch_products")

@@ -294,6 +294,42 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inference/test_chat_tokenizer.py",
         only="half_a_character",
     ),
+    # -- a form goes on where a server goes on with an answer
+    Mutation(
+        "remote_engines/danlu_protocol.py",
+        "        answer_tokens=0 if request.grammar is None else len(continuation.tokens) - len(request.prompt),",
+        "        answer_tokens=0,",
+        "remote_engines/test_danlu_server.py",
+        only="answers_in_a_form",
+    ),
+    # -- items, thoughts and calls of responses
+    Mutation(
+        "serving/responses.py",
+        '            self._blank = "" if is_in_message or text.strip() else text',
+        '            self._blank = ""',
+        "serving/test_responses_writer.py",
+        only="are_items",
+    ),
+    Mutation(
+        "serving/responses_body.py",
+        "        if text:  # one that is encrypted, which only OpenAI reads, says nothing here",
+        "        if True:",
+        "serving/test_responses_writer.py",
+        only="messages_of_a_chat",
+    ),
+    Mutation(
+        "serving/api_endpoints.py",
+        '            turns = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns]',
+        "            pass",
+        "serving/test_openai_examples.py",
+        only="developer",
+    ),
+    Mutation(
+        "data/harmony_thoughts.py",
+        '        joined = "" if self._is_joined or self._kind == "call" else "\\n"',
+        '        joined = ""',
+        "data/test_harmony_thoughts.py",
+    ),
     # -- drawn at random by a tool
     Mutation(
         "serving/rollout_endpoints.py",

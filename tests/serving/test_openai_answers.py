@@ -33,7 +33,7 @@ def streamed(text: str, size: int, read_calls: ReadCalls | None, finish: Finish 
     """The text, the calls and the reason of the end that chunks have together."""
     answers = writer(read_calls)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    chunks = [answers.chunk(NewToken(0, 0, 0, piece, 0.0, ())) for piece in pieces[:-1]]  # the last is withheld
+    chunks = [answers.chunk(NewToken(0, 0, 0, 0.0, piece)) for piece in pieces[:-1]]  # the last is withheld
     chunks.append(answers.closing(completion(text, finish)))
     choices = [choice for chunk in chunks if chunk is not None for choice in chunk["choices"]]
     assert all(choice["delta"] for choice in choices[:-1]), "a chunk says something"
@@ -80,7 +80,7 @@ def test_a_thought_of_gpt_oss_is_there_with_its_call() -> None:
     assert (message["reasoning"], message["content"], whole["finish_reason"]) == ("I look.", None, "tool_calls")
     assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 7}'}
     answers = writer(ReadCalls("gpt-oss", False), HarmonyReader)
-    chunks = [answers.chunk(NewToken(0, 0, 0, letter, 0.0, ())) for letter in HARMONY]
+    chunks = [answers.chunk(NewToken(0, 0, 0, 0.0, letter)) for letter in HARMONY]
     chunks.append(answers.closing(completion(HARMONY)))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "I look."

@@ -49,7 +49,7 @@ def streamed(text: str, size: int, finish: Finish = "stop") -> tuple[list[Any], 
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     events = answers.opening()
     for piece in pieces[:-1]:  # the last is withheld
-        events += answers.chunks(NewToken(0, 0, 0, piece, 0.0, ()))
+        events += answers.chunks(NewToken(0, 0, 0, 0.0, piece))
     events += answers.closings(completion(text, finish))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return [EVENT.validate_python(event) for event in events], kept
