@@ -79,7 +79,7 @@ def read(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     def written_and_read(rows: list[dict[str, Any]], **options: Any) -> list[Any]:
         table, path = datasets.Dataset.from_list(rows, **options), "somebody/some-set"
         if request.param == "hub":
-            monkeypatch.setattr(datasets, "load_dataset", lambda path, split: table)
+            monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: table)
         else:
             path = request.param(table, tmp_path)
         return [raw.value for raw in read_rows(Source(path=path))]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from danlu.core.errors import DataError
 from danlu.data import file_formats, sources
 from danlu.data.raw_rows import BadRow, RawRow
-from danlu.data.sources import fingerprint, read_rows, source_names
+from danlu.data.sources import fingerprint, read_rows, source_files, source_names
 from danlu.recipe.sections import Source
 
 ROWS = [
@@ -290,11 +290,11 @@ def test_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made = datasets.Dataset.from_list(ROWS)
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, split: asked.append((path, split)) or made)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: asked.append((path, name, split)) or made)
     rows = read("somebody/some-set#2", split="validation")
     assert [row.value for row in rows] == ROWS[:2]
     assert [row.where for row in rows] == ["somebody/some-set row 1", "somebody/some-set row 2"]
-    assert asked == [("somebody/some-set", "validation")]
+    assert asked == [("somebody/some-set", None, "validation")]
     assert fingerprint(Source(path="somebody/some-set")) == fingerprint(Source(path="somebody/some-set"))
     assert fingerprint(Source(path="somebody/some-set")) != fingerprint(Source(path="somebody/some-set#2"))
 
@@ -317,7 +317,7 @@ def test_a_hub_id_when_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_set_without_the_split_names_those_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 
-    def load(path: str, split: str) -> None:
+    def load(path: str, name: None, split: str) -> None:
         raise ValueError(f"Unknown split \"{split}\". Should be one of ['test', 'val-1'].")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -640,3 +640,95 @@ def test_nothing_heavy_is_loaded_for_rows_of_text(tmp_path: Path, monkeypatch: p
 )
 def test_sources_are_called_by_as_much_of_their_paths_as_tells_them_apart(paths: list[str], names: list[str]) -> None:
     assert source_names([Source.model_construct(path=path) for path in paths]) == names
+
+
+# -- subsets -----------------------------------------------------------------------------------------------------------
+
+README = """---
+configs:
+- config_name: de
+  data_files: de/train.jsonl
+- config_name: fr-1.0
+  data_files:
+  - split: train
+    path: fr/train.jsonl
+  - split: test
+    path: fr/test.jsonl
+---
+"""
+
+
+@pytest.fixture
+def with_subsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the layout of a hub data set that has two configurations."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "greetings"
+    for name, text in (("de/train", "hallo"), ("fr/train", "salut"), ("fr/test", "adieu")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_text(lines([{"text": text}]))
+    (folder / "README.md").write_text(README)
+    return folder
+
+
+def test_the_subset_of_a_folder_with_the_layout_of_the_hub(with_subsets: Path) -> None:
+    """As `datasets` reads the `configs` of its README.md."""
+    asked = {"de": [("de/train", "train")], "fr-1.0": [("fr/train", "train"), ("fr/test", "test")]}
+    prints = set()
+    for subset, parts in asked.items():
+        for name, split in parts:
+            (row,) = read(with_subsets, subset=subset, split=split)
+            assert [row.value] == [json.loads((with_subsets / f"{name}.jsonl").read_text())]
+            assert row.where == f"{with_subsets} row 1"
+            prints.add(fingerprint(Source(path=str(with_subsets), subset=subset, split=split)))
+    assert len(prints) == 3
+    assert source_files(Source(path=str(with_subsets), subset="de")) is None
+    # Without one, a folder's files are rows one after the other.
+    assert len(read(with_subsets)) == 3
+
+
+def test_the_subsets_that_there_are_are_named(with_subsets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = re.escape(f"it has de, fr-1.0. Say which in the recipe: {{path: {with_subsets}, subset: de}}")
+    with pytest.raises(DataError, match=f"greetings: there is no subset 'nl'; {known}"):
+        read(with_subsets, subset="nl")
+    with pytest.raises(DataError, match=r"no split 'dev'; it has train\. Say .* subset: de, split: train\}"):
+        read(with_subsets, subset="de", split="dev")
+    file = with_subsets / "de" / "train.jsonl"
+    with pytest.raises(
+        DataError, match=r"train.jsonl: subset 'de' is given, and only hub data sets, and folders whose"
+    ):
+        read(file, subset="de")
+    # A set of the hub that has several: `datasets` itself says so, of the folder in its place.
+    import datasets
+
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: load(str(with_subsets), name, split=split))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = "a/b: it has several subsets: de, fr-1.0. Say which in the recipe: {path: a/b, subset: de}"
+    with pytest.raises(DataError, match=re.escape(told)):
+        read("a/b")
+    assert [row.value for row in read("a/b", subset="fr-1.0", split="test")] == [{"text": "adieu"}]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Couldn't find cache for b for config 'nl'\nAvailable configs in the cache: ['de', 'fr-1.0']",
+        "There are multiple 'b' configurations in the cache: de, fr-1.0\nPlease specify which configuration to reload",
+    ],
+)
+def test_the_subsets_of_the_local_cache_are_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are those of datasets/packaged_modules/cache/cache.py."""
+
+    def load(path: str, name: str, split: str) -> None:
+        raise ValueError(said)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"it has de, fr-1\.0\. Say which in the recipe: \{path: a/b, subset: de\}"):
+        read("a/b", subset="nl")
+
+
+def test_sources_are_named_by_their_subsets() -> None:
+    both = [Source(path="org/set", subset=subset) for subset in ("de", "fr")]
+    assert source_names(both) == ["de", "fr"]
+    assert source_names([*both, Source(path="org/other", subset="de")]) == ["set/de", "fr", "other/de"]

@@ -430,7 +430,9 @@ def test_every_path_of_a_recipe_is_looked_at() -> None:
         if found.takes.startswith(("a text", "a list of texts")) and re.search(r"\b(folder|file|kept)", found.about)
     }
     assert {"model.path", "data.cache", "output"} <= named
-    assert named - {key.replace(".0", "") for key in PATHS} == {"data.train.split", "data.eval.split"}
+    assert named - {key.replace(".0", "") for key in PATHS} == {
+        f"data.{side}.{key}" for side in ("train", "eval") for key in ("split", "subset")
+    }
 
 
 def test_notes(write: Write) -> None:

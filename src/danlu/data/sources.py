@@ -29,7 +29,7 @@ from danlu.data.file_formats import (
     open_decompressed,
     reading_errors,
 )
-from danlu.data.hub_data import hub_rows, split_folder
+from danlu.data.hub_data import DATASET_DICT, hub_rows, split_folder
 from danlu.data.raw_rows import BadRow, LocatedContent, RawRow
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -69,8 +69,8 @@ def read_rows(source: Source, columns: Columns | None = None) -> Iterator[RawRow
 def _mapped_rows(source: Source, path: Path, columns: Columns | None) -> Iterator[_MappedContent]:
     """The rows of a source, each with the mapping of its columns."""
     is_given, given = _given_mapping(source, path, columns)
-    if not _exists(path):
-        batches = _hub_rows(str(path), source.split).with_format("arrow").iter(batch_size=BATCH_ROWS)
+    if _is_data_set(source, path):
+        batches = _data_set(source, path).with_format("arrow").iter(batch_size=BATCH_ROWS)
         yield from _checked(numbered_rows(str(path), batches), given, str(path))
     elif is_given:
         yield from _checked(_read_files(_files(path), path), given, str(path))
@@ -104,7 +104,7 @@ def column_mappings(source: Source, columns: Columns | None = None) -> list[Colu
     """The mappings of a source's rows, without None for the files' own names. Raises DataError as `read_rows` does."""
     path, _ = _path_and_row_limit(source)
     is_given, given = _given_mapping(source, path, columns)
-    is_one = is_given or not _exists(path)
+    is_one = is_given or _is_data_set(source, path)
     mappings = [given] if is_one else [neighboring_mapping(file) for file in _files(path)]
     return [mapping for mapping in mappings if mapping is not None]
 
@@ -129,9 +129,11 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
     Where two sources share the last part, as much of the path before it is kept as distinguishes them; sources with the
     same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and next to `old/chat.jsonl` it is `data/chat.jsonl`.
+    A subset counts as the last part.
     """
     paths = [split_row_limit(source.path)[0] for source in sources]
-    parts = [PurePath(path).parts or (path,) for path in paths]
+    subsets = [() if source.subset is None else (source.subset,) for source in sources]
+    parts = [(*(PurePath(path).parts or (path,)), *subset) for path, subset in zip(paths, subsets, strict=True)]
     distinct, names = set(parts), list[str]()
     for own in parts:
         # Two paths may share all parts of the shorter one, which then keeps them all.
@@ -172,8 +174,8 @@ def fingerprint(source: Source, memory: Path | None = None) -> str:
     """
     path, limit = _path_and_row_limit(source)
     digest = hashlib.blake2b(f"rows={limit}".encode(), digest_size=16)
-    if not _exists(path):
-        digest.update(_hub_rows(str(path), source.split)._fingerprint.encode())
+    if _is_data_set(source, path):
+        digest.update(_data_set(source, path)._fingerprint.encode())
         return digest.hexdigest()
     for file in _files(path):
         digest.update(b"\0" + _name_bytes(file, path) + f"\0{_file_digest(file, memory)}".encode())
@@ -188,15 +190,16 @@ def file_digests(source: Source, memory: Path | None = None) -> dict[str, str]:
     """
     files = source_files(source)
     if files is None:
-        path = str(_path_and_row_limit(source)[0])
-        return {path: str(_hub_rows(path, source.split)._fingerprint)}
+        path = _path_and_row_limit(source)[0]
+        return {str(path): str(_data_set(source, path)._fingerprint)}
     return {name: _file_digest(file, memory) for name, file in files.items()}
 
 
 def source_files(source: Source) -> dict[str, Path] | None:
-    """Returns the files of a source by name; None for a hub data set. Raises DataError for anything else."""
+    """Returns the files of a source by name; None for a hub data set, or a folder with the layout of one of which a
+    subset is named. Raises DataError for anything else."""
     path, _ = _path_and_row_limit(source)
-    if not _exists(path):
+    if _is_data_set(source, path):
         return None
     return {_name_bytes(file, path).decode("utf-8", "backslashreplace"): file for file in _files(path)}
 
@@ -248,7 +251,7 @@ def _path_and_row_limit(source: Source) -> tuple[Path, int | None]:
 def _split_path(text: str, source: Source) -> Path:
     """The path of a source without its number of rows, or below it the folder of its split."""
     path = _path(text)
-    return split_folder(path, source.split) if _exists(path) else path
+    return split_folder(path, source.split) if _exists(path) and source.subset is None else path
 
 
 def _path(text: str) -> Path:
@@ -307,15 +310,27 @@ def _read_files(files: Iterable[Path], source: Path) -> Iterator[LocatedContent]
             yield from READERS[format_of(file)](file, name)
 
 
-def _hub_rows(path: str, split: str) -> Any:
+def _is_data_set(source: Source, path: Path) -> bool:
+    """Whether `datasets` reads a source: one of the hub, and a folder with its layout of which a subset is named."""
+    return source.subset is not None or not _exists(path)
+
+
+def _data_set(source: Source, path: Path) -> Any:
     """Returns a `datasets.Dataset`, from the local cache when there is no network.
 
     Raises:
         DataError: it cannot be loaded; the message names each attempt.
     """
-    if not _HUB_ID.fullmatch(path) or Path(path).suffix.lower() in READERS:
-        raise DataError(f"{path}: no such file{_did_you_mean(Path(path))}")
-    return hub_rows(path, split, f"no such file{_did_you_mean(Path(path))}")
+    if _exists(path):
+        if not path.is_dir() or (path / DATASET_DICT).is_file():
+            raise DataError(
+                f"{path}: subset '{source.subset}' is given, and only hub data sets, and folders whose README.md lists "
+                "`configs`, have subsets. Leave it out"
+            )
+        return hub_rows(source, str(path), None)
+    if not _HUB_ID.fullmatch(str(path)) or path.suffix.lower() in READERS:
+        raise DataError(f"{path}: no such file{_did_you_mean(path)}")
+    return hub_rows(source, str(path), f"no such file{_did_you_mean(path)}")
 
 
 def _did_you_mean(path: Path) -> str:

@@ -111,11 +111,13 @@ def notes(recipe: Recipe) -> list[str]:
     remarks = []
     if recipe.precision == "fp16" and recipe.device == "cpu":
         remarks.append("precision: fp16 on a CPU is several times slower than bf16 or fp32 and has no advantage there")
-    files = [(key, (paths.file_of(source), source.split)) for key, source in paths.sources_of(recipe.data)]
+    files = [
+        (key, (paths.file_of(source), source.subset, source.split)) for key, source in paths.sources_of(recipe.data)
+    ]
     evaluated = {rows for key, rows in files if key.startswith("data.eval")}
     trained = {rows for key, rows in files if key.startswith("data.train")}
     if shared := evaluated & trained:
-        names = ", ".join(sorted(file for file, _ in shared))
+        names = ", ".join(sorted(file for file, *_ in shared))
         remarks.append(f"data.eval: {names} is also trained on, so the evaluation loss says little")
     if isinstance(recipe.optimizer, AdamW8bit) and recipe.device != "cuda":
         remarks.append(

@@ -46,6 +46,9 @@ class Source(Section):
     """How to read a row; auto recognises it from the columns."""
     columns: Annotated[Columns | None, _OF_TEXTS] = None
     """The columns of this source, as in `data.columns`, and in its place."""
+    subset: Annotated[str | None, _OF_TEXTS] = None
+    """Configuration of a hub data set (a language, a task), as the hub and `datasets` name it, or of a folder whose
+    README.md lists `configs`; an error names those that there are where one is needed."""
     split: str = "train"
     """Split of a hub data set, or of a folder with several splits that `datasets` has written; of a folder of images,
     train or test."""
