@@ -55,12 +55,15 @@ def test_beyond_the_largest_size_the_rate_stays_and_is_said_to_be_extrapolated()
     assert type(beyond + 1) is float
 
 
-def test_the_length_of_attention_counts_squared() -> None:
-    table = Table.rising(((64, 512),), [3e-6 + 64**2 / 1e9, 3e-6 + 512**2 / 1e9], (2,))
-    assert table.at(200) == pytest.approx(3e-6 + 200**2 / 1e9)
-    assert table.at(1024) == pytest.approx(4 * table.at(512))
+@pytest.mark.parametrize("power", [1, 1.5, 2])
+def test_the_length_of_attention_counts_by_a_power_and_squared_at_its_end(power: float) -> None:
+    table = Table.rising(
+        ((64, 512), (2, 8)), [heads * length**power / 1e9 for length in (64, 512) for heads in (2, 8)], (2, 1)
+    )
+    assert table.at(200, 3) == pytest.approx(3 * 200**power / 1e9)
+    assert table.at(1024, 2) == pytest.approx(4 * table.at(512, 2))
     straight = Table(table.axes, table.seconds)
-    assert straight.at(200) != pytest.approx(table.at(200), rel=0.1)
+    assert power == 1 or straight.at(200, 3) != pytest.approx(table.at(200, 3), rel=0.1)
 
 
 def test_a_table_comes_back_as_it_was_written() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,11 @@ class Table:
     seconds: tuple[float, ...]
     """One number for each combination, the last axis the fastest."""
     powers: tuple[int, ...] = ()
-    """How the seconds grow along each axis: 2 for the length of attention; empty where all are 1."""
+    """How the seconds grow along each axis at its end: 2 for the length of attention; empty where all are 1.
+
+    Along an axis with another power than 1 they are interpolated as a power of the size, which two neighbours give:
+    attention grows from linearly to quadratically.
+    """
 
     @classmethod
     def rising(cls, axes: Sequence[Sequence[int]], seconds: Sequence[float], powers: Sequence[int] = ()) -> Table:
@@ -45,8 +48,14 @@ class Table:
             stride *= len(axis)
         return cls(tuple(map(tuple, axes)), tuple(values), tuple(powers))
 
+    def fastest(self, other: Table) -> Table:
+        """Returns the lesser seconds of this and another measurement of the same sizes."""
+        assert (self.axes, self.powers) == (other.axes, other.powers), "two measurements of the same sizes"
+        return Table.rising(self.axes, list(map(min, self.seconds, other.seconds)), self.powers)
+
     def at(self, *sizes: float) -> Seconds:
-        """Returns the seconds at a size: those that were measured, or between them a multilinear interpolation.
+        """Returns the seconds at a size: those that were measured, or between them an interpolation, multilinear or by
+        powers.
 
         Beyond the largest size of an axis it takes as long for each unit of work as at that size; below the smallest
         one as long as the smallest.
@@ -63,21 +72,27 @@ class Table:
             if axis[below] == inside:
                 places.append((below, 0.0))
             else:
-                start, stop = axis[below] ** power, axis[below + 1] ** power
-                places.append((below, (inside**power - start) / (stop - start)))
+                scale = math.log if power != 1 else float
+                start, stop = scale(axis[below]), scale(axis[below + 1])
+                places.append((below, (scale(inside) - start) / (stop - start)))
         return Seconds(factor * self._between(places), is_outside)
 
-    def _between(self, places: Sequence[tuple[int, float]]) -> float:
-        """The mean of the corners around a place, weighted by their nearness."""
-        total = 0.0
-        for steps in itertools.product((0, 1), repeat=len(places)):
-            weight, index = 1.0, 0
-            for (below, share), step, axis in zip(places, steps, self.axes, strict=True):
-                weight *= share if step else 1 - share
-                index = index * len(axis) + min(below + step, len(axis) - 1)
-            if weight:
-                total += weight * self.seconds[index]
-        return total
+    def _between(self, places: Sequence[tuple[int, float]], axis: int = 0, index: int = 0) -> float:
+        """The seconds at a place, by the index and the share of the way to the next size of each axis from `axis` on.
+
+        index: of the combination of the axes before.
+        """
+        if axis == len(self.axes):
+            return self.seconds[index]
+        below, share = places[axis]
+        index = index * len(self.axes[axis]) + below
+        first = self._between(places, axis + 1, index)
+        if not share:
+            return first
+        second = self._between(places, axis + 1, index + 1)
+        if self.powers and self.powers[axis] != 1:
+            return float(first ** (1 - share) * second**share)
+        return first + share * (second - first)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the table as JSON holds it."""
