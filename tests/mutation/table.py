@@ -1637,6 +1637,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_flops.py",
     ),
     Mutation(
+        "planning/cluster.py",
+        "return self.ranks is None or first // self.ranks == last // self.ranks",
+        "return self.ranks is None or last - first < self.ranks",
+        "planning/test_cluster.py",
+        only="slowest_link",
+    ),
+    Mutation(
+        "planning/cluster.py",
+        "if card.nvlink is None or connected == 1 or larger % smaller:",
+        "if card.nvlink is None or connected == 1:",
+        "planning/test_cluster.py",
+        only="pci_express",
+    ),
+    Mutation(
+        "planning/measured_table.py",
+        "values[index] = min(values[index], values[index + stride])",
+        "pass",
+        "planning/test_measured_table.py",
+    ),
+    Mutation(
+        "planning/measured_table.py",
+        "factor *= max(1.0, size / axis[-1]) ** power",
+        "factor *= max(1.0, size / axis[-1])",
+        "planning/test_measured_table.py",
+    ),
+    Mutation(
+        "planning/machine_profile.py",
+        "rest = max(0.0, seconds - latency) * (1 - 1 / ranks) / (1 - 1 / measured_ranks)",
+        "rest = max(0.0, seconds - latency)",
+        "planning/test_machine_profile.py",
+    ),
+    Mutation(
         "planning/product_peak.py",
         'return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"',
         'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',

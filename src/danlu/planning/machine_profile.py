@@ -50,7 +50,8 @@ class Machine:
     def key(self) -> str:
         """One line that names the machine, for messages."""
         several = f" in each of {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.processor}, {self.threads} threads{several}, torch {self.torch}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{self.processor}, {threads}{several}, torch {self.torch}"
 
     @property
     def file_name(self) -> str:
