@@ -107,7 +107,7 @@ SUGGESTIONS = {
     "download": "`danlu train` with a hub id in model.path downloads what it needs",
     "env": "`danlu --version`; the summary.json of a run says what it ran on",
     "evaluate": "`danlu eval`",
-    "export": "`danlu checkpoint export`",
+    "export": "`danlu checkpoint export` (a checkpoint as a model) or `danlu merge` (an adapter into its base)",
     "fetch": "`danlu recipes copy`",
     "fine-tune": "`danlu train`",
     "finetune": "`danlu train`",

@@ -143,7 +143,7 @@ def test_one_adapter_of_several(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["{0}"], 2, "error: Missing argument 'RUN_OR_ADAPTER...'. See `danlu merge --help`"),
+        (["{0}"], 2, "error: Missing argument: danlu merge RUN_OR_ADAPTER... OUT. See `danlu merge --help`"),
         (["{0}", "out", "--dtype", "int8"], 2, "error: --dtype: 'int8' is unknown; use auto, fp32, bf16, fp16\n"),
         (
             ["{0}", "out", "--method", "sum"],

@@ -77,7 +77,8 @@ def test_python_m_imports_nothing_from_the_working_directory(tmp_path: Path) -> 
     [
         (["trian"], "error: No such command 'trian'. Did you mean 'train'? See `danlu --help`\n"),
         (["api"], "error: No such command 'api'. Use `danlu serve`. See `danlu --help`\n"),
-        (["export"], "error: No such command 'export'. Use `danlu checkpoint export`. See `danlu --help`\n"),
+        (["export"], "error: No such command 'export'. Use `danlu checkpoint export` (a checkpoint as a model) or"),
+        (["chat", "--model", "x"], "No such option: --model. It is given without a flag: danlu chat MODEL. See"),
         (["dpo"], "error: No such command 'dpo'. Use `danlu recipes copy dpo`, then `danlu train`; stage: dpo in a"),
         (["grpo"], "error: No such command 'grpo'. Use `danlu recipes copy grpo`, then `danlu train`; stage: grpo in"),
         (["recipes", "lst"], "error: No such command 'lst'. Did you mean 'list'? See `danlu recipes --help`\n"),

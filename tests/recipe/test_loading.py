@@ -324,6 +324,20 @@ def test_a_stage_by_another_name_leads_to_it(write: Write, stage: str, remedy: s
     assert said.endswith(remedy)
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("adapter: none", "adapter.kind: unknown kind 'none'. Write adapter: null, or leave it out"),
+        ("quantization: 4", "quantization.kind: unknown kind 4. Write quantization: nf4"),
+        ("parallel: fsdp", "not 'fsdp'. Write parallel.shard: zero3"),
+        ("memory: {recompute: true}", "planned, not true"),
+    ],
+)
+def test_a_value_of_another_tool_leads_to_danlus(write: Write, line: str, remedy: str) -> None:
+    said = problems(write(f"stage: sft\nmodel: base\ndata: a.jsonl\noutput: run\n{line}\n"))
+    assert said[-1].endswith(remedy)
+
+
 def test_a_key_of_a_source_leads_there(write: Write) -> None:
     said = problems(write("stage: sft\nmodel: base\ndata: {train: a.jsonl, rows: 9}\noutput: run\n"))
     assert said[-1].endswith("data.rows: unknown key in Data. danlu's key for it is data.train.rows")

@@ -29,9 +29,9 @@ from danlu.recipe.other_tools import (
     ForeignKey,
     advice,
     find,
-    kind_lines,
     of_tool,
     rows,
+    value_lines,
 )
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
@@ -248,13 +248,19 @@ def test_advice(name: str, value: Any, stage: str, said: str | None) -> None:
         ("adapter", "qlora", "adapter: lora and quantization: nf4"),
         ("optimizer", "adamw_torch", "optimizer.kind: adamw"),
         ("optimizer", "adamw_8bit", "optimizer.kind: adamw8bit"),
+        ("quantization", 4, "quantization: nf4"),
+        ("parallel.shard", "fsdp", "parallel.shard: zero3"),
+        ("precision", "bfloat16", "precision: bf16"),
+        ("adapter", "full", "adapter: null"),
+        ("data.packing.kind", "bfd", "data.packing: best-fit"),
+        ("memory.recompute.kind", "true", None),
         ("adapter", "lora", None),
         ("adapter", "oft", None),
         ("optimizer", "nothing", None),
     ],
 )
 def test_kinds_of_other_tools(key: str, value: str, lines: str | None) -> None:
-    assert kind_lines(key, value) == lines
+    assert value_lines(key, value) == lines
 
 
 def test_tools_inherit_only_from_tools() -> None:

@@ -191,13 +191,20 @@ def _usage(error: Any) -> list[str]:
     unknown = re.match(r"No such command '([^']*)'\.", said)
     if unknown is not None and context is not None and context.parent is None and unknown[1] in SUGGESTIONS:
         said = f"{unknown[0]} Use {SUGGESTIONS[unknown[1]]}"
+    missing = getattr(error, "param", None)
+    if context is not None and said.startswith("Missing argument") and missing is not None and missing.nargs == -1:
+        # What follows takes the last of too few words, so it is rather that one that is missing.
+        arguments = [each for each in context.command.params if each.param_type_name == "argument"]
+        said = f"Missing argument: {context.command_path} {' '.join(each.metavar or '' for each in arguments)}"
     end = "" if said.endswith((".", "?")) else "."
     flag = re.match(r"No such option:? '?--([\w.-]+)", said)
     if flag is not None and context is not None:
         from danlu.cli.unknown_flags import advice  # here: no other command line needs the keys of recipes
 
-        takes_overrides = any(parameter.name == "overrides" for parameter in context.command.params)
-        if (meant := advice(flag[1], context.command_path, takes_overrides=takes_overrides)) is not None:
+        arguments = [each.name or "" for each in context.command.params if each.param_type_name == "argument"]
+        takes_overrides = "overrides" in arguments
+        meant = advice(flag[1], context.command_path, takes_overrides=takes_overrides, arguments=arguments)
+        if meant is not None:
             said, end = f"No such option: --{flag[1]}. {meant}", "."
     return [f"{said}{end} See `{context.command_path if context is not None else 'danlu'} --help`"] if said else []
 

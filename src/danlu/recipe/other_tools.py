@@ -237,17 +237,28 @@ def advice(name: str, value: Any = None, stage: str = "", others: Mapping[str, A
     return f"danlu's key for it is {row.target}{how}{f'. {row.note}' if has_note else ''}"
 
 
-def kind_lines(key: str, value: str) -> str | None:
-    """The lines that a recipe has for a kind that other tools take: `adapter: qlora`, `optimizer: adamw_torch`.
+def value_lines(key: str, value: str | int) -> str | None:
+    """The lines that a recipe has for a value that other tools take: `adapter: qlora`, `quantization: 4`.
 
-    key: danlu's key of the section. Returns None for a value that no tool has, or that danlu has nothing for.
+    key: danlu's key, of a section for its kind. Values of keys that other tools call so go before those of other keys
+    with the same equivalent, which must name the value and agree. Returns None for a value that no tool has, or that
+    danlu has nothing for.
     """
     for tool in TITLES:
         for row in rows(tool):
             names_kind = row.name in (key, KINDS.get(key)) and row.target in (key, f"{key}.kind")
             if names_kind and (keys := row.convert(value)) and keys != {row.target: value}:
                 return _assignments(keys)
-    return None
+    lines = {_assignments(keys) for keys in _conversions(key.removesuffix(".kind"), _as_text(value)) if keys}
+    return lines.pop() if len(lines) == 1 else None
+
+
+def _conversions(key: str, value: str) -> Iterator[dict[str, Any] | None]:
+    """The results of a value, in whatever letters, in the rows with this equivalent that name it."""
+    for row in (row for tool in TITLES for row in rows(tool) if row.target in (key, f"{key}.kind")):
+        named = (word for pattern, _ in row._cases() for word in pattern.split())
+        if (word := next((each for each in named if each.lower() == value.lower() != "*"), None)) is not None:
+            yield row.convert(word)
 
 
 def _listed(keys: list[ForeignKey]) -> str:

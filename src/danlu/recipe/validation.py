@@ -13,7 +13,15 @@ from danlu.recipe.messages import describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
-from danlu.recipe.type_hints import fields_at, fields_of, literal_values, section_types, variants_of, walk_fields
+from danlu.recipe.type_hints import (
+    fields_at,
+    fields_of,
+    literal_values,
+    section_types,
+    union_members,
+    variants_of,
+    walk_fields,
+)
 from danlu.recipe.yaml_tree import Node, Problem
 from danlu.registry import STAGE_WORDS
 
@@ -66,17 +74,28 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         return Problem(key, _unknown(key, section, node.plain if exact else None, tree), origin)
     kind_node = node.child("kind") if variants_of(hint) else None
     if kind_node is not None:
-        from danlu.recipe import other_tools  # here: see `_unknown`
-
         kind = kind_node.plain
-        is_unknown = isinstance(kind, str) and kind not in variants_of(hint)
-        written = other_tools.kind_lines(key, kind) if is_unknown else None
+        is_unknown = isinstance(kind, str | int) and kind not in variants_of(hint)
+        written = _lines_for(key, kind, hint) if is_unknown else None
         message = f"unknown kind {format_value(kind)}. Write {written}" if written else unexpected(node.plain, hint)
         return Problem(f"{key}.kind", message, kind_node.origin)
-    message = unexpected(node.plain, hint)
-    return Problem(
-        key, f"{message}{_stage_that_is_meant(node.plain, message)}" if key == "stage" else message, node.origin
-    )
+    message, value = unexpected(node.plain, hint), node.plain
+    if key == "stage":
+        message += _stage_that_is_meant(value, message)
+    elif isinstance(value, str | int) and literal_values(hint) and "Did you mean" not in message:
+        written = _lines_for(key, value, hint)
+        message = f"{message.removesuffix('.')}. Write {written}" if written else message
+    return Problem(key, message, node.origin)
+
+
+def _lines_for(key: str, value: str | int, hint: Any) -> str | None:
+    """The lines for a value that other tools take; for `none`, where a key may have no value, that it has none."""
+    from danlu.recipe import other_tools  # here: see `_unknown`
+
+    members = [member for member, _ in union_members(hint)]
+    if type(None) in members and str(value).lower() in ("none", "off", "false"):
+        return f"{key}: null, or leave it out"
+    return other_tools.value_lines(key, value)
 
 
 def _stage_that_is_meant(value: Any, said: str) -> str:
