@@ -16,7 +16,6 @@ from danlu.assembly.parameters import role_of
 from danlu.recipe import Recipe, load
 from danlu.recipe.roles import (
     POLICY,
-    VALUE,
     CachedModel,
     ModelSpec,
     PolicyWithoutAdapter,
@@ -26,6 +25,7 @@ from danlu.recipe.roles import (
     frozen_roles,
     roles_of,
 )
+from danlu.recipe.value import VALUE
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import FromColumns
 from danlu.stages.table import STAGES

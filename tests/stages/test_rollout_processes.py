@@ -13,7 +13,7 @@ from danlu.assembly.parameters import role_of
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.models.hf_folder import read_config
 from danlu.recipe import load
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.stages.learner import trained_weights
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.rollout_processes import policy_copy

@@ -39,9 +39,8 @@ from danlu.models.saving import (
 )
 from danlu.models.score_head import head_tensors
 from danlu.recipe import Recipe, sections
-from danlu.recipe.roles import VALUE
 from danlu.recipe.sections import AdapterSection, Continue
-from danlu.recipe.value import value_adapter, value_section, value_share
+from danlu.recipe.value import VALUE, value_adapter, value_section, value_share
 
 
 def adapted_model(

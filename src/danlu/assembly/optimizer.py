@@ -12,8 +12,7 @@ from danlu.assembly.parameters import role_of
 from danlu.memory.pages import paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.recipe import Recipe
-from danlu.recipe.roles import VALUE
-from danlu.recipe.value import value_adapter
+from danlu.recipe.value import VALUE, value_adapter
 
 
 def optimizer_of(

@@ -15,7 +15,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
 from danlu.models.modules import RMSNorm
 from danlu.parallel.local_parameter import LocalParameter
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 
 TRAINED = "default"
 """The name of the trained adapter, as in PEFT."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from danlu.core.types import Role, Task
 from danlu.recipe.sections import (
     AdapterOff,
     AdapterSection,
@@ -22,12 +21,13 @@ from danlu.recipe.sections import (
     Recipe,
     Stepwise,
 )
-from danlu.recipe.value import value_adapter, value_section, value_share
+from danlu.recipe.value import VALUE, value_adapter, value_section, value_share
+
+if TYPE_CHECKING:
+    from danlu.core.types import Role, Task
 
 POLICY: Role = "policy"
 REFERENCE: Role = "reference"
-VALUE: Role = "value"
-"""PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
 DRAFT: Role = "draft"
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 from danlu.recipe.sections import AdapterSection, Lora, Recipe, Value
 
 Share = Literal["policy", "base", "none"]
+VALUE = "value"
+"""PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
 
 
 def value_share(recipe: Recipe) -> Share | None:

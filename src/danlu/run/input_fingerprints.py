@@ -28,10 +28,9 @@ from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
 from danlu.recipe import Recipe, sections
-from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
-from danlu.stages.protocols import Stage
+from danlu.stages.protocols import Stage, frozen_models
 from danlu.training.checkpoints.loading import read_state
 
 SAMPLE_BYTES = 64 << 10
@@ -200,10 +199,10 @@ def _readers(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, Read]]:
     if isinstance(recipe.model.config, str):
         config = recipe.model.config
         yield "model.config", lambda: [_config("model.config", Path(config).expanduser())]
-    asked = [*stage.models(recipe).values(), *(column.model for column in stage.columns(recipe))] if is_text else []
-    for spec in asked:
-        if isinstance(spec, ModelSpec):
-            yield from _model_readers(spec.key, spec.section)
+    columns = stage.columns(recipe) if is_text else ()
+    frozen = frozen_models(stage.models(recipe)) if is_text else {}
+    for spec in (*frozen.values(), *(column.model for column in columns if column.model is not None)):
+        yield from _model_readers(spec.key, spec.section)
     if recipe.value is not None and (path := value_section(recipe).model) is not None:
         yield "value.model", lambda: _model_or_adapter("value.model", path, read_again=False)
     draft = None if recipe.rollout is None else recipe.rollout.draft

@@ -40,9 +40,9 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
-from danlu.recipe.roles import ModelSpec
 from danlu.recipe.value import value_share
 from danlu.run.meta_model import MetaModel, config_of, frozen_parameter_bytes, meta_model
+from danlu.stages.protocols import frozen_models
 from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
@@ -193,10 +193,9 @@ def _bytes_by_device(
 def _frozen_models(recipe: Recipe, policy: ModelConfig) -> list[tuple[ModelConfig, dict[str, int]]]:
     """The config of each frozen model, in a pipeline of its first stage, and the bytes of its parameters."""
     models = []
-    for spec in STAGES[recipe.stage].models(recipe).values():
-        if isinstance(spec, ModelSpec):
-            own = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
-            models.append((own, frozen_parameter_bytes(recipe, spec, own)))
+    for spec in frozen_models(STAGES[recipe.stage].models(recipe)).values():
+        own = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
+        models.append((own, frozen_parameter_bytes(recipe, spec, own)))
     return models
 
 

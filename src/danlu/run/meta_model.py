@@ -36,8 +36,8 @@ from danlu.models.presets import from_scratch
 from danlu.models.sites import sites_of
 from danlu.planning.activation_memory import packed_bytes
 from danlu.recipe import Recipe, sections
-from danlu.recipe.roles import VALUE, ModelSpec
-from danlu.recipe.value import value_adapter, value_share
+from danlu.recipe.roles import ModelSpec
+from danlu.recipe.value import VALUE, value_adapter, value_share
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
 from danlu.training.units import parameters_and_trained

@@ -32,14 +32,13 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.recipe import Recipe
-from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Router
 from danlu.recipe.value import value_share
 from danlu.stages.export import DecoderExporter
 from danlu.stages.learner import objective_parameters, objective_tensors
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import ColumnSpec, PlacedStage, Stage, StageData
+from danlu.stages.protocols import ColumnSpec, PlacedStage, Stage, StageData, frozen_models
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.step_budget import DecoderBudget
 from danlu.training.checkpoints.loading import read_group, read_state
@@ -71,12 +70,11 @@ class DecoderBuilder:
             from danlu.stages.value_model import check_critic
 
             check_critic(recipe)
-        asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
-        for spec in asked:
-            if isinstance(spec, ModelSpec):
-                from danlu.stages.frozen_models import check_frozen_model
+        of_columns = (column.model for column in self.stage.columns(recipe) if column.model is not None)
+        for spec in (*frozen_models(self.stage.models(recipe)).values(), *of_columns):
+            from danlu.stages.frozen_models import check_frozen_model
 
-                check_frozen_model(spec, recipe)
+            check_frozen_model(spec, recipe)
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
@@ -212,8 +210,8 @@ class DecoderBuilder:
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
         placed, objectives = Placed(subject, ParallelContext()), decoder_objectives(self.recipe, self.stage)
         moving: dict[Role, MovingWeights] = {}
-        for role, spec in self.stage.models(self.recipe).items():
-            if isinstance(spec, ModelSpec) and spec.mixing is not None:
+        for role, spec in frozen_models(self.stage.models(self.recipe)).items():
+            if spec.mixing is not None:
                 from danlu.stages.moving import moving_weights
 
                 own = Placed(Subject(build(subject.model.config)), ParallelContext())
@@ -327,15 +325,14 @@ def placed_decoder(
     beside = stage.models(recipe)
     frozen = dict[Role, Placed]()
     moving: dict[Role, MovingWeights] = {}
-    for role, spec in beside.items():
-        if isinstance(spec, ModelSpec):
-            from danlu.stages.frozen_models import place_frozen
+    for role, spec in frozen_models(beside).items():
+        from danlu.stages.frozen_models import place_frozen
 
-            frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
-            if spec.mixing is not None:
-                from danlu.stages.moving import moving_weights
+        frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
+        if spec.mixing is not None:
+            from danlu.stages.moving import moving_weights
 
-                moving[role] = moving_weights(role, placed, frozen[role], spec.mixing)
+            moving[role] = moving_weights(role, placed, frozen[role], spec.mixing)
     critic, parallel = None, placed.parallel
     if value_share(recipe) == "none":
         from danlu.stages.value_model import place_own_critic, with_own_critic

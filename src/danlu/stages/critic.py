@@ -17,7 +17,7 @@ from danlu.core.layer_types import Attend
 from danlu.core.types import Batch
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.decoder import Decoder
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.stages.outputs import DecoderOutputs
 from danlu.stages.roles import DecoderPass
 

@@ -22,7 +22,7 @@ from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer, pad
 from danlu.data.tokenizer_folder import fast_tokenizer_folder, read_chat_template
 from danlu.models.saving import save
 from danlu.recipe import Recipe, sections
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.stages.learner import objective_parameters
 from danlu.stages.reader import tokenizer_of
 

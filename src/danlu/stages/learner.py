@@ -36,7 +36,7 @@ from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.gradients import non_finite
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.parallel_context import ParallelContext
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.stages.roles import DecoderPass, DecoderRole, Forward, RoleOutputs
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep

@@ -25,7 +25,7 @@ from danlu.parallel import data
 from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe
-from danlu.recipe.roles import VALUE, ModelSpec, PolicyWithoutAdapter
+from danlu.recipe.value import VALUE
 from danlu.stages.learner import (
     DecoderLearner,
     ThreadedLearner,
@@ -242,18 +242,15 @@ class PlacedDecoder:
         roles: dict[Role, RoleOutputs] = {}
         exact = self.recipe.numerics == "exact"
         for role, spec in self.beside.items():
-            match spec:
-                case ModelSpec():
-                    model = self.frozen[role].subject.model
-                    forward = forward_of(model, compiled=self.recipe.compile)
-                    roles[role] = FrozenDecoder(model, forward, self.dtype, exact)
-                case PolicyWithoutAdapter():
-                    assert self.adapters is not None, "the recipe's rules ask for an adapter"
-                    roles[role] = AdapterOff(
-                        self.model, policy, self.dtype, exact, adapters=self.adapters, name=TRAINED
-                    )
-                case FromColumns(outputs):
-                    roles[role] = StoredOutputs(outputs)
+            if isinstance(spec, FromColumns):
+                roles[role] = StoredOutputs(spec.outputs)
+            elif role in self.frozen:
+                model = self.frozen[role].subject.model
+                forward = forward_of(model, compiled=self.recipe.compile)
+                roles[role] = FrozenDecoder(model, forward, self.dtype, exact)
+            else:  # the policy without its adapter
+                assert self.adapters is not None, "the recipe's rules ask for an adapter"
+                roles[role] = AdapterOff(self.model, policy, self.dtype, exact, adapters=self.adapters, name=TRAINED)
         return roles
 
     def _activation_offload(self) -> ActivationOffload | None:

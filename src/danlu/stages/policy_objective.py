@@ -10,10 +10,10 @@ from danlu.objectives.policy_losses import AdaptiveKl, GammaWeight, ImportanceBo
 from danlu.objectives.preference import Preference, StepPreference
 from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe
-from danlu.recipe.roles import REFERENCE, VALUE
+from danlu.recipe.roles import REFERENCE
 from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.teachers import teacher_shares
-from danlu.recipe.value import value_share
+from danlu.recipe.value import VALUE, value_share
 from danlu.rl.answer_pairs import PairEstimator
 from danlu.rl.estimators import Estimator, GaeEstimator, GroupEstimator, KlPenalty, RewardShaping, TeacherAdvantages
 from danlu.stages.distillation import teacher_divergence, teacher_models

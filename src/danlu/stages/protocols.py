@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.product_peak import Peak
 from danlu.recipe import Recipe
-from danlu.recipe.roles import ModelSpec, PolicyWithoutAdapter
 from danlu.training.data_loader import ItemSource, Stretch
 from danlu.training.executor import AnyLearner
 from danlu.training.recorders import Remark
@@ -35,6 +34,7 @@ from danlu.training.state import Generate, Run
 if TYPE_CHECKING:
     from danlu.data.column_store import ColumnType
     from danlu.data.prompts import Prompt, PromptOrder
+    from danlu.recipe.roles import ModelSpec, PolicyWithoutAdapter
     from danlu.training.criterion import Criterion
     from danlu.training.trained_roles import TrainedRoles
 
@@ -202,7 +202,16 @@ class FromColumns:
     outputs: Callable[[Batch], Outputs]
 
 
-RoleSpec = ModelSpec | PolicyWithoutAdapter | FromColumns
+RoleSpec: TypeAlias = "ModelSpec | PolicyWithoutAdapter | FromColumns"
+
+
+def frozen_models(roles: Mapping[Role, RoleSpec]) -> dict[Role, ModelSpec]:
+    """The frozen models of their own among the models of other roles, by role."""
+    if not roles:  # then nothing more is imported
+        return {}
+    from danlu.recipe.roles import ModelSpec
+
+    return {role: spec for role, spec in roles.items() if isinstance(spec, ModelSpec)}
 
 
 @dataclass(frozen=True)

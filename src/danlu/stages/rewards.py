@@ -25,9 +25,9 @@ from danlu.models.config import same_rotation
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.roles import VALUE
 from danlu.recipe.sections import ModelReward, Parallel, QuantizationSection
 from danlu.recipe.sections.environments import ENVIRONMENT
+from danlu.recipe.value import VALUE
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards

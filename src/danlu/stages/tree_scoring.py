@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.types import Batch, Outputs, Pack, Role
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.rl.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
 from danlu.rl.experience import Scores
 from danlu.rl.experience_trees import OLD, SUPPORT

@@ -21,9 +21,9 @@ from danlu.models.hf_folder import check_headers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.roles import VALUE, ModelSpec
+from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Model
-from danlu.recipe.value import value_section, value_share
+from danlu.recipe.value import VALUE, value_section, value_share
 from danlu.stages.frozen_models import check_frozen_model, frozen_config
 from danlu.stages.reward import first_score_head
 from danlu.training.trained_roles import TrainedRoles

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from danlu.assembly.parameters import role_of
 from danlu.core.shard_box import BoxValue
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.run.export import export_result
 from danlu.training.state import Run
 from danlu.verification.proxy import ProxyTraining

@@ -24,10 +24,10 @@ from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
-from danlu.recipe.roles import REFERENCE, VALUE, ModelSpec
+from danlu.recipe.roles import REFERENCE, ModelSpec
 from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
 from danlu.recipe.teachers import teachers_of
-from danlu.recipe.value import value_adapter, value_share
+from danlu.recipe.value import VALUE, value_adapter, value_share
 from danlu.stages.columns import all_answers
 from danlu.stages.distillation import resolved_teacher
 from danlu.stages.frozen_models import place_frozen

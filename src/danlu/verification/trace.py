@@ -19,7 +19,7 @@ from danlu.core.errors import DanluError, TrainingError
 from danlu.core.shard_box import ShardBox
 from danlu.core.types import Item
 from danlu.optim.gradients import clip_grad_norm, stored_values
-from danlu.recipe.roles import VALUE
+from danlu.recipe.value import VALUE
 from danlu.stages.protocols import PlacedModel
 from danlu.training.evaluation import evaluate
 from danlu.training.executor import AnyLearner, Executor
