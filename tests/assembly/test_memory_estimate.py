@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from builders.tiny_world import CONFIG, World, danlu
 
 from danlu.assembly import devices, memory_estimate
 from danlu.assembly.frozen_base import adapter_sites
-from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines, find_micro_batch, keeps_scores
+from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines, find_micro_batch, kernels_name
 from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parallelize import place, subject_of
 from danlu.assembly.quantizing import quantize
@@ -33,13 +34,16 @@ from danlu.models.config import parameter_shapes
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Dense, LayerSpec
 from danlu.models.loading import build
 from danlu.models.mixer_spec import Heads
 from danlu.models.rope_config import Rope
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
+from danlu.planning.batch_shape import BatchShape
 from danlu.planning.device_map import Device
+from danlu.planning.layer_graph import LayerGraph
 from danlu.recipe import Recipe, load, sections
 from danlu.run import meta_model, train
 from danlu.run.memory_preview import estimate_from_config
@@ -47,7 +51,7 @@ from danlu.run.memory_report import MemoryReport
 from danlu.stages.builder import placed_decoder
 from danlu.stages.step_budget import DecoderBudget
 from danlu.stages.table import STAGES
-from danlu.training import loop
+from danlu.training import gradient_memory, loop
 from danlu.training.step import accumulate
 
 CPU = torch.device("cpu")
@@ -87,7 +91,8 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     assert vars(foreseen.parts) == vars(held.parts)
     assert foreseen.offloaded_bytes == held.offloaded_bytes == 0
     more = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=3)
-    assert more.parts.activations > held.parts.activations  # control
+    with_more, with_two = (each.parts.activations + each.parts.logits for each in (more, held))
+    assert with_more > with_two  # control
 
 
 @pytest.mark.parametrize("name", ["full, 8-bit Adam, average", "lora", "nf4", "every"])
@@ -276,7 +281,8 @@ def measured_step(
     length: int,
     row: int | None = None,
 ) -> tuple[int, MemoryEstimate]:
-    """The most bytes that a step of one micro-batch allocates, and what is expected of it."""
+    """The most bytes that a step of two micro-batches allocates, and what is expected of it: the second one finds
+    gradients there."""
     settings = {"batch": {"sequences": micro, "micro": micro}, "data": {"max_length": length}, "precision": "bf16"}
     model = {"model": {"path": str(base), "config": None, "tokenizer": None}}
     if "offload" in (memory := changes.get("memory", {})):
@@ -288,10 +294,12 @@ def measured_step(
     row = row or length
     tokens, weights = np.ones(row, dtype=np.int32), np.ones(row, dtype=np.float32)
     weights[0] = 0
-    packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * micro
-    accumulate(compute, packs, step=1, clip=None)
-    optimizer.zero_grad()
-    peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))
+    packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * (2 * micro)
+    # Torch's profiler does not see pages of the program's own.
+    with patch.object(gradient_memory, "move_out_of_the_heap", lambda parameters: None):
+        accumulate(compute, packs, step=1, clip=None)
+        optimizer.zero_grad()
+        peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))
     return peak, DecoderBudget(placed, lengths=np.full(9 * micro, row)).estimate(optimizer, micro)
 
 
@@ -306,7 +314,8 @@ def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
 ) -> None:
     peak, estimate = measured_step(tiny_world, tmp_path, wide_base, KEPT[name], micro=2, length=LENGTH)
     expected = estimate.parts.activations + estimate.parts.logits + estimate.parts.gradients
-    assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+    print("RATIO", name, expected / peak)
+    assert 0.99 <= expected / peak <= (1.1 if "offload" in name else 1.03), f"{expected / peak:.3f}"
 
 
 @pytest.mark.parametrize("name", ["none", pytest.param("full", marks=pytest.mark.slow), "lora, full"])
@@ -337,7 +346,7 @@ def test_short_rows_in_long_packs_are_expected_with_their_probabilities(
         )
         return parts.activations + parts.logits + parts.gradients
 
-    assert peak <= expected([rows] * 9) <= 1.5 * peak, f"{expected([rows] * 9) / peak:.2f}"
+    assert 0.99 <= expected([rows] * 9) / peak <= 1.1, f"{expected([rows] * 9) / peak:.3f}"
     assert expected([length] * 9) < peak  # control: the longest row alone
     assert expected([length] * 9 + [rows] * 9) == expected([rows] * 9)
 
@@ -447,13 +456,14 @@ def test_what_is_offloaded_or_sharded_is_not_on_the_device(tiny_world: World, tm
 
 
 def test_flash_kernels_keep_no_scores() -> None:
-    def mixer(window: int | None = None, softcap: float | None = None) -> Heads:
-        return Heads(heads=4, kv_heads=2, head_dim=8, rope=Rope(1e4, 8, 512), window=window, softcap=softcap)
+    def scores(device_type: str, length: int, window: int | None = None, softcap: float | None = None) -> int:
+        mixer = Heads(heads=4, kv_heads=2, head_dim=8, rope=Rope(1e4, 8, 512), window=window, softcap=softcap)
+        batch = BatchShape.of_lengths([length], 2, kernels_name(device_type))
+        return LayerGraph(LayerSpec(mixer, Dense(64)), 32, batch).kept.elements
 
-    cpu, cuda = keeps_scores("cpu"), keeps_scores("cuda")
-    assert cpu(512, mixer()) and cpu(4096, mixer(1024)) and not cpu(4096, mixer()) and not cpu(4096, mixer(8192))
-    assert cpu(4096, mixer(softcap=30.0))
-    assert not cuda(512, mixer(softcap=30.0)) and not cuda(4096, mixer(1024))
+    assert all((scores("cpu", 512), scores("cpu", 4096, 1024), scores("cpu", 4096, softcap=30.0)))
+    assert not scores("cpu", 4096) and not scores("cpu", 4096, 8192)
+    assert not scores("cuda", 512, softcap=30.0) and not scores("cuda", 4096, 1024)
 
 
 def test_a_budget_that_holds_no_pack_is_told_with_the_recompute_that_would(tiny_world: World, tmp_path: Path) -> None:
@@ -538,7 +548,11 @@ def test_preview_and_train_say_what_a_step_will_hold(
     assert danlu("train", recipe) == 0
     said = capsys.readouterr().err
     (line,) = [line for line in said.splitlines() if line.startswith("memory expected: ")]
-    assert line.removeprefix("memory ") in foreseen
+    # A preview does not know the rows' lengths, and takes them for as long as they may be.
+    (before,) = [line.strip() for line in foreseen.splitlines() if line.strip().startswith("expected: ")]
+    cut = "activations"
+    assert line.removeprefix("memory ").partition(cut)[0] == before.partition(cut)[0]
+    assert line.partition(", for ")[2] == before.partition(", for ")[2]
     assert said.index("memory expected") < said.index("memory: weights")  # before the first step, and at the end
 
 

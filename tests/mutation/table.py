@@ -79,10 +79,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="own_device",
     ),
     Mutation(
-        "planning/activation_memory.py",
-        'sizes["block" if blocks else "scores"]',
-        'sizes["scores"]',
-        "planning/test_activation_memory.py",
+        "planning/layer_graph.py",
+        "            kept.names -= made_again",
+        "            break",
+        "planning/test_layer_graph.py",
+    ),
+    Mutation(
+        "planning/layer_memory.py",
+        "        live = {name: size for name, size in live.items() if name in needed}",
+        "        pass",
+        "planning/test_layer_memory.py",
     ),
     Mutation(
         "planning/device_map.py",

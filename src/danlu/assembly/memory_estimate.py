@@ -24,20 +24,21 @@ from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Mixer
+from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.numerics.dtypes import DTYPES
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
 from danlu.planning.activation_memory import (
     ActivationBytes,
     ActivationPlan,
-    KeepsScores,
+    LayerPass,
     StepMemory,
     activation_bytes,
     gathered_bytes,
     least_weight_bytes,
-    slack_of,
 )
+from danlu.planning.batch_shape import BatchShape, Document, DocumentRun, Kernels, RankShare
+from danlu.planning.layer_training import layers_training
 from danlu.planning.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
@@ -210,21 +211,20 @@ class MemoryEstimate:
     def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
         """Bytes of one model's pass over the micro-batch that takes the most."""
         section, memory, device_type = self.recipe.parallel, self.recipe.memory, self.device_type
-        kept = ActivationPlan(
-            recompute=[(layer.kind, layer.segment) for layer in plan],
-            keeps_scores=keeps_scores(device_type),
-            slack=slack_of(device_type),
+        training = layers_training(self.recipe, config)
+        kinds = [(layer.kind, layer.segment) for layer in plan] or [("none", None)] * len(config.layers)
+        settings = ActivationPlan(
+            layers=[LayerPass(*kind, own) for kind, own in zip(kinds, training, strict=True)],
             offload="activations" in memory.offload and (device_type != "cpu" or memory.folder is not None),
             in_flight=device_type != "cpu",
-            tensor=section.tensor,
-            sequence=section.sequence,
+            share=RankShare(section.tensor, section.sequence),
         )
         element_bytes = activation_dtype(self.recipe.precision).itemsize
-        mixers = [kind.mixer for kind in config.kinds]
+        kernels = kernels_name(device_type)
         activations = max(
             (
-                activation_bytes(config, documents, element_bytes, replace(kept, keeps_scores=keeps))
-                for documents, keeps in self._documents(sequences, kept.keeps_scores, mixers)
+                activation_bytes(config, BatchShape(documents, element_bytes, kernels), settings)
+                for documents in self._documents(sequences)
             ),
             key=lambda mix: mix.peak(0),
         )
@@ -236,20 +236,20 @@ class MemoryEstimate:
         # Which layers recompute is found once they are measured; the plan then keeps to its budget.
         return ActivationBytes(min(activations.kept, int(budget * 2**30)))
 
-    def _documents(
-        self, sequences: int, keeps: KeepsScores, mixers: Sequence[Mixer]
-    ) -> list[tuple[list[int], KeepsScores]]:
-        """Lengths of the documents of the micro-batches that may take the most, and which of them keep probabilities:
-        the longest rows, and the longest rows that keep them, where longer ones leave them to a kernel."""
+    def _documents(self, sequences: int) -> list[tuple[Document, ...]]:
+        """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep
+        probabilities, where longer ones leave them to a kernel.
+        """
         length = self.recipe.data.max_length
-        mixes = [(self._longest(sequences, length), keeps)]
-        if self.device_type == "cpu" and not all(keeps(length, mixer) for mixer in mixers):
-            # A branch keeps probabilities of its whole path: a row with two answers about as many as one document, of
-            # which a path has two thirds where the answers are as long as the prompt.
-            short = kernels_of(torch.device("cpu")).short_document
-            short = short * 3 // 2 if self._most_paths == 2 else short
-            mixes.append((self._longest(sequences, short, short), lambda length, mixer: True))
-        return [mix for mix in mixes if mix[0]]
+        mixes = [tuple(map(_document, self._longest(sequences, length)))]
+        if self.device_type == "cpu":
+            is_pair = self._most_paths == 2
+            # A row with two answers that are as long as the prompt is a stem and two branches of a third each, and a
+            # branch keeps probabilities of its whole path.
+            short = SHORT_DOCUMENT * 3 // 2 if is_pair else SHORT_DOCUMENT
+            rows = self._longest(sequences, short, short)
+            mixes.append(tuple(map(_pair if is_pair else _document, rows)))
+        return [mix for mix in mixes if mix]
 
     def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
         """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
@@ -405,23 +405,25 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
     return "Give more, or lower data.max_length."
 
 
-def keeps_scores(device_type: str) -> KeepsScores:
-    """Returns whether `models.attend` keeps attention's probabilities of a document: it does where no flash kernel
-    attends it.
+def _document(tokens: int) -> Document:
+    return (DocumentRun(tokens),)
 
-    A GPU that this machine does not have counts as having the usual kernels.
+
+def _pair(tokens: int) -> Document:
+    """A prompt and two answers, all of one length."""
+    third = max(1, tokens // 3)
+    return DocumentRun(third), DocumentRun(third, third), DocumentRun(third, third)
+
+
+def kernels_name(device_type: str) -> Kernels:
+    """The attention kernels of a device.
+
+    A GPU that this machine does not have counts as having the usual ones.
     """
     if device_type == "cpu":
-        short = kernels_of(torch.device("cpu")).short_document
-        return lambda length, mixer: length <= short or mixer.softcap is not None or _is_windowed(length, mixer)
-    kernels = kernels_of(torch.device(device_type)) if torch.cuda.is_available() else None
-    windows = kernels is not None and kernels.varlen is None
-    caps = kernels is not None and kernels.flex is None
-    return lambda length, mixer: (caps and mixer.softcap is not None) or (windows and _is_windowed(length, mixer))
-
-
-def _is_windowed(length: int, mixer: Mixer) -> bool:
-    return mixer.window is not None and mixer.window < length
+        return "cpu"
+    is_here = device_type == "cuda" and torch.cuda.is_available()
+    return "document" if is_here and kernels_of(torch.device(device_type)).varlen is None else "flash"
 
 
 def activation_dtype(precision: str) -> torch.dtype:

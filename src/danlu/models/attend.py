@@ -22,14 +22,13 @@ from danlu.core.layer_types import Absorb, Keys
 from danlu.core.types import Batch, Branch
 from danlu.models.attention_kernels import FlashWithSinks, Kernels, documents_mask, kernels_of, padded, widened
 from danlu.models.block_attention import BlockAttention, BlockSettings
+from danlu.models.kernel_limits import BRANCH_ROWS
 from danlu.models.segments import Document, Segment, documents_of
 
 if TYPE_CHECKING:
     from danlu.models.blockwise import BlockwiseQueries
     from danlu.models.recurrent_order import RecurrentRuns
 
-# Rows of a long branch that one call of torch's kernel takes: it needs a mask, and looks at all of it.
-BRANCH_ROWS = 512
 NOT_EXACT = (
     "numerics: exact does not hold for linear attention: its state sums tokens in chunks in training and one by one in "
     "decoding, which rounds differently. Use numerics: fast"

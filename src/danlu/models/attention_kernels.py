@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.core.device_moves import copy_to
+from danlu.models.kernel_limits import DOCUMENT_MULTIPLE, SHORT_DOCUMENT
 from danlu.models.segments import Document
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -34,15 +35,6 @@ FLEX_VARIANTS = 64
 FLEX_WIDTH = 16
 """Heads narrower than this are refused by flex attention."""
 
-# On CPU, documents up to this length, and branches with no more scores, are done by `block_attention.BlockAttention`:
-# the backward pass of torch's flash kernel is slow for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms
-# against 1.1 ms; equal near 800 tokens), and a branch wants a mask of it (64 tokens behind 512, 8 heads of 64, bf16,
-# one thread: 5.6 ms against 3.2 ms; 1024 behind 1024 are equal).
-SHORT_DOCUMENT = 768
-# Documents for torch's kernel are filled up to a multiple of this. Every new shape of product makes oneDNN generate
-# code and keep it, which with documents of any length takes time and memory in every step (a 7M model in bf16, packs of
-# 2048: 820 MiB after 100 steps instead of 1660, and a tenth faster).
-DOCUMENT_MULTIPLE = 64
 # Tiles of fewer scores are done by `tiled_attention`'s own products in half precision, in which the backward pass of
 # torch's flash kernel is slow for short rows (8 heads of 32, bf16, one thread, forward and backward: 64 x 64 1.3 ms
 # against 0.9, 128 x 128 3.0 against 1.9, 256 x 256 5.3 against 7.4). In float32 it was faster at all sizes from 32 on.

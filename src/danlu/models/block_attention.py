@@ -15,14 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.models.kernel_limits import BLOCK_ROWS, ROW_MULTIPLE
 from danlu.models.segments import Range, Segment
-
-# Larger blocks compute more above the diagonal, smaller ones are more calls: forward and backward took 0.7 to 1.0 of
-# the time of 256 rows with documents of 200 to 700 tokens, and 64 rows up to 1.5 of that of 128 (bf16 and float32,
-# 8 heads of 32 to 32 of 128, one and two threads of a Zen 4, 2026-11).
-BLOCK_ROWS = 128
-# Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
-ROW_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class _Block:
 
     Rows are filled up with zeros at the end to B = `rows`, and keys by as many. The keys of a branch are filled up
     before the first one too: a stem may have any length, and every new shape of product costs time and memory
-    (see `attention_kernels.DOCUMENT_MULTIPLE`).
+    (see `kernel_limits.DOCUMENT_MULTIPLE`).
     """
 
     real: slice  # of q

@@ -27,15 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from danlu.models.kernel_limits import GROUP_ELEMENTS
 from danlu.models.recurrent_order import Chunks, RecurrentOrder
 
 EPS = 1e-6
 """Added to the squared length of q and k, as in flash-linear-attention."""
-GROUP_ELEMENTS = 1 << 17
-"""The number of elements of the keys of a group of heads.
-
-Groups are processed one after the other, so that their tensors fit into caches and never exist for all heads at once.
-"""
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, order: RecurrentOrder) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from danlu.core.errors import ModelError
-from danlu.models.mixer_spec import MAXIMUMS, Delta, Factorized, Heads, Kept, Latent, Shapes, check_sizes, linear_shapes
+from danlu.models.mixer_spec import MAXIMUMS, Delta, Factorized, Heads, Latent, Shapes, check_sizes, linear_shapes
 from danlu.models.tensor_cut import Role, TensorCut
 
 
@@ -51,17 +51,6 @@ class Dense:
     def product_weights(self, width: int) -> int:
         """Weights that one token is multiplied with."""
         return (3 if self.gated else 2) * self.intermediate_size * width
-
-    def kept(self, width: int, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input."""
-        inner = self.intermediate_size / tensor
-        projected = (2 if self.gated else 1) * inner
-        return {"none": projected + inner, "elementwise": projected, "selective": projected}
-
-    @property
-    def widest(self) -> int:
-        """Features of its widest tensor between two products."""
-        return self.intermediate_size
 
     @property
     def tensor_cut(self) -> TensorCut:
@@ -173,31 +162,6 @@ class Experts:
         shared = 0 if self.shared is None else self.shared.product_weights(width)
         return width * (self.num_experts + 3 * self.top_k * self.intermediate_size + self.shared_gate) + shared
 
-    def kept(self, width: int, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input.
-
-        Each of a token's experts keeps as much as a dense network for a row, and its output, which the gradient of its
-        weight needs. Copied once more from the token's, its input need not be kept, unless it has come from another
-        process.
-        """
-        inner = self.intermediate_size / tensor
-        nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}
-        shared = nothing if self.shared is None else self.shared.kept(width, tensor)
-        gated = width if self.shared_gate else 0
-        gated += 2 * width if self.router.input_jitter else 0  # the factors of its input, and their product with it
-        gated += width if self.router.input_norm else 0  # its input in float32
-        behind = 2 * width if self.branch_norms else 0  # the inputs of norms; those before replace the layer's one
-        return {
-            "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated + behind + behind // 2,
-            "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated + behind,
-            "selective": self.top_k * (2 * inner + width) + shared["selective"] + gated + behind,
-        }
-
-    @property
-    def widest(self) -> int:
-        """Features of its widest tensor between two products: a token has a row for each of its experts."""
-        return max(self.top_k * self.intermediate_size, 0 if self.shared is None else self.shared.widest)
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: every expert along its inner width, and the shared network; the router is whole."""
@@ -282,11 +246,6 @@ class LayerSpec:
     def token_flops(self) -> int:
         """Operations of one token that are products with neither weights nor other tokens."""
         return self.mixer.token_flops() if isinstance(self.mixer, Delta) else 0
-
-    @property
-    def widest(self) -> int:
-        """Features of its widest tensor between two products."""
-        return max(self.mixer.query_width, self.feed.widest)
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share the layer; None: they can."""

@@ -18,8 +18,6 @@ from danlu.models.tensor_cut import Role, TensorCut
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a parameter, without its layer -> shape."""
-Kept = Mapping[Literal["none", "elementwise", "selective"], float]
-"""Kind of recomputation -> elements a token that are kept for the backward pass (with `none`: all that are made)."""
 
 _OF_HEADS = (
     *("heads", "kv_heads", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
@@ -143,18 +141,6 @@ class Heads:
         """Operations of one query on one key it sees: scores, and the sum of values."""
         return 4 * self.query_width
 
-    def kept(self, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
-        queries, keys = self.query_width / tensor, self.kv_width / min(tensor, self.kv_heads)
-        # The gate and its product with what heads say, which is recomputed.
-        gate = queries if self.output_gate else 0
-        raw = keys if self.value_norm else 0  # the value before its norm
-        return {
-            "none": 2 * queries + 2 * keys + 3 * gate + raw,
-            "elementwise": 2 * queries + 2 * keys + gate,
-            "selective": queries + (1 if self.values_are_keys else 2) * keys + gate,
-        }
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes, by heads; norms of single heads are whole."""
@@ -267,20 +253,6 @@ class Latent:
         """Operations of one query on one key it sees: scores, and the sum of values."""
         return 2 * (self.query_width + self.value_width)
 
-    def kept(self, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
-        queries, values = self.query_width / tensor, self.value_width / tensor
-        expanded = self.expanded_width / tensor
-        q_latent = self.q_lora_rank or 0
-        kv_latent = self.kv_lora_rank
-        # The normed latents are what products save, latents as they are what norms save; keys are put together of what
-        # is made of a latent and of the shared key, so they are there twice but for the values.
-        return {
-            "none": 2 * q_latent + 2 * kv_latent + 2 * queries + expanded + values,
-            "elementwise": q_latent + kv_latent + 2 * queries + expanded + values,
-            "selective": q_latent + self.cached_width + queries,
-        }
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: matrices that make queries, keys or values of heads, by heads; latents are whole."""
@@ -367,17 +339,6 @@ class Factorized:
         """Operations of one query on one key it sees: scores, and the sum of values."""
         return 4 * self.query_width
 
-    def kept(self, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
-        queries, keys = self.query_width / tensor, self.head_dim
-        reuse = 2 * keys if self.key_reuse else 0  # the key before its rotation, and N times it
-        normed = self.query_rank if self.query_norm else 0
-        return {
-            "none": self.query_rank + normed + 2 * queries + 2 * keys + reuse,
-            "elementwise": self.query_rank + 2 * queries + 2 * keys + reuse,
-            "selective": self.query_rank + queries + (keys if self.key_reuse else 2 * keys),
-        }
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: matrices of query heads, by heads; the key and the value are whole."""
@@ -456,19 +417,6 @@ class Delta:
         query.
         """
         return 6 * self.heads * self.key_dim * self.value_dim
-
-    def kept(self, tensor: int) -> Kept:
-        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks; one state for 64
-        tokens.
-        """
-        keys, values = self.key_width / tensor, self.value_width / tensor
-        states = self.heads * self.key_dim * self.value_dim / 64 / tensor
-        projected = 2 * keys + 2 * values
-        return {
-            "none": projected + 2 * keys + values + 3 * values + states,
-            "elementwise": projected + 2 * values + states,
-            "selective": projected,
-        }
 
     @property
     def tensor_cut(self) -> TensorCut:

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from danlu.core.device_moves import copy_to
 from danlu.core.types import Branch
+from danlu.models.kernel_limits import CHUNK_SIZES
 from danlu.models.segments import Document, Segment, documents_of
-
-CHUNK_SIZES = (16, 32, 64)
-"""Tokens of a chunk: the smallest that the longest run fits into, else the last."""
 
 
 @dataclass(frozen=True)

@@ -71,14 +71,19 @@ def workspace_bytes(
     targets, width, vocab_size: N, D, V. element_bytes: the size of an activation. frozen: the head needs no gradient
     and is stored in the type of activations.
     """
-    room = slice_bytes(device_type) // 2
-    gradient = targets * width * element_bytes
-    if frozen:
+    room, is_half = slice_bytes(device_type) // 2, element_bytes < FLOAT32
+    states = targets * width
+    if frozen:  # logits of a block of rows, float32 logits and their gradient of a chunk of it, the states' gradient
         rows = min(targets, _rows_kept(vocab_size, element_bytes, device_type))
         chunk = min(rows, max(1, room // (4 * vocab_size)))
-        return rows * vocab_size * element_bytes + 2 * chunk * vocab_size * FLOAT32 + gradient
+        copies = 2 if is_half else 1
+        return rows * vocab_size * element_bytes + copies * chunk * vocab_size * FLOAT32 + states * element_bytes
     part = min(vocab_size, rows_per_slice(targets, device_type))
-    return part * (targets * (FLOAT32 + element_bytes) + width * element_bytes) + targets * width * FLOAT32 + gradient
+    narrow = element_bytes if is_half else 0
+    # Logits become their gradient in their place; its product with the head is added to the states' float32 gradient.
+    logits = targets * part * (FLOAT32 + narrow)
+    products = targets * part * element_bytes + max(states * (narrow + FLOAT32), part * width * element_bytes)
+    return max(logits, products) + states * FLOAT32 + part * width * narrow
 
 
 def _rows_kept(vocab_size: int, element_bytes: int, device_type: str) -> int:
@@ -225,6 +230,7 @@ def _softmax_statistics(slices: VocabSlices, options: _Options, wide: torch.dtyp
         raised = torch.maximum(highest, largest)
         mass.mul_((highest - raised).exp_()).add_(y.sub_(raised.unsqueeze(1)).exp_().sum(1))
         highest = raised
+        del y  # or it would be there together with the logits of the next slice
     ahead = _ahead(likeliest, slices.targets, options, wide)
     return _over_group(highest, mass, at_target, total, ahead, options)
 
@@ -287,9 +293,11 @@ def _gradients(
             grad = hidden @ part.head.t()  # [N, S] logits, and the gradient in their place
             _put_gradient(kernels, grad, slices.columns_from(part.start), rows.log_z, weights, options)
         else:
-            y = slices.logits(part, weights.dtype)
-            grad = _by_logits(y, rows.log_z, weights, part, options).to(hidden.dtype)
+            logits = slices.logits(part, weights.dtype)
+            grad = _by_logits(logits, rows.log_z, weights, part, options).to(hidden.dtype)
+            del logits
         gradients.add_products(part, grad)
+        del grad  # or it would be there together with the logits of the next slice
     return gradients.hidden, gradients.head
 
 
@@ -314,13 +322,14 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
             _put_gradient(kernels, logits, columns, rows.log_z, weights[block], options)
             statistics.append(rows)
             torch.mm(logits, head, out=grad_hidden[block])
+            del logits
             continue
         chunks = _ranges(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
         parts = [_whole_head(slices, slices.targets[block][chunk], options) for chunk in chunks]
         if options.tensor_group is None:
             for chunk, part in zip(chunks, parts, strict=True):
-                chunk_logits, chunk_targets = logits[chunk], slices.targets[block][chunk]
-                statistics.append(_into_gradient(chunk_logits, part, chunk_targets, weights[block][chunk], options))
+                chunk_targets, chunk_weights = slices.targets[block][chunk], weights[block][chunk]
+                statistics.append(_into_gradient(logits[chunk], part, chunk_targets, chunk_weights, options))
         else:  # the gradient waits until all processes have said what the rows come to
             rows = _block_statistics(logits, chunks, parts, slices.targets[block], weights.dtype, options)
             for chunk, part in zip(chunks, parts, strict=True):
@@ -328,6 +337,7 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
                 logits[chunk].copy_(_by_logits(y, rows.log_z[chunk], weights[block][chunk], part, options))
             statistics.append(rows)
         torch.mm(logits, head, out=grad_hidden[block])
+        del logits  # or those of the next block would be made while they are there
     return _RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), grad_hidden
 
 

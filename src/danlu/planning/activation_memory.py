@@ -1,69 +1,56 @@
 """Bytes of a training step in closed form: activations, parameters, and the micro-batch that fits. Imports no torch.
 
-The counts of activations follow the tensors that the decoder's operations keep for the backward pass; tests compare
-them with the tensors that autograd really keeps, and with the measured peak of a step.
+Activations are those of `layer_memory`, layer by layer, with the tensors outside of layers. Tests compare them with the
+tensors that autograd keeps and with the measured peak of a step.
 
-T tokens of a micro-batch · D model width · Q all query heads · K all key/value heads · F inner width
+T tokens of a micro-batch · D model width
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import LayerSpec, Mixer
-from danlu.models.mixer_spec import Delta
-from danlu.planning.flops import attention_pairs
+from danlu.models.layer_spec import LayerSpec
+from danlu.models.operations import ROTATION
+from danlu.planning.batch_shape import WHOLE, BatchShape, RankShare
+from danlu.planning.layer_graph import TRAINED, LayerGraph, LayerTraining, Recompute
+from danlu.planning.layer_memory import LayerMemory
 from danlu.recipe import Recipe
 from danlu.recipe.sections.model import Int4, Int8, QuantizationSection
 
-KeepsScores = Callable[[int, Mixer], bool]
-"""Maps (tokens of a document, attention) to whether it keeps its probabilities for the backward pass."""
-
 _IN_FLIGHT = 10
 """Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
-_BASE_WIDTHS = 3
-"""The number of [T, D] tensors outside of layers: the embedding's output, the final norm's, and the gradient that runs
-backwards."""
-_BLOCK_ROWS = 128
-"""The number of queries with probabilities in memory at a time where attention computes them again
-(`models.block_attention`)."""
-_COMPUTES_SCORES_AGAIN = ("elementwise", "selective")
-"""Kinds of recomputation in which layers keep no probabilities, and have only a block's in the backward pass."""
-_SLACK_CPU = 1.3
-"""The factor on kept activations on CPU: blocks of attention reach over the diagonal, and the backward pass of a layer
-has temporaries of its own. A GPU keeps no scores, and the count was 1.06 to 1.09 of the peak there already (LoRA and
-QLoRA on 8B, nothing recomputed)."""
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """The settings of one layer that decide which activations it keeps."""
+
+    recompute: Recompute = "none"
+    segment: int | None = None
+    """The number of the segment of which only the first input is kept, if the layer is in one."""
+    training: LayerTraining = TRAINED
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
     """The settings that decide which activations are kept, in addition to the model's config."""
 
-    recompute: Sequence[tuple[str, int | None]] = ()
-    """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
-    only the first input is kept, if the layer is in one; empty: none in all layers."""
-    keeps_scores: KeepsScores = lambda length, mixer: True
+    layers: Sequence[LayerPass] = ()
+    """The settings of each layer; empty: all are trained, and none is recomputed."""
     offload: bool = False
     """Whether activations are kept elsewhere than on the device."""
     in_flight: bool = True
     """Whether offloaded tensors take the device's memory while they travel; not so where they lie in mapped files."""
-    tensor: int = 1
-    """Tensor-parallel degree, by which heads and inner width are cut."""
-    slack: float = _SLACK_CPU
-    """The factor on activations that are kept from the forward pass on."""
-    sequence: bool = False
-    """Whether tokens are cut among the tensor ranks outside of attention and MLP (sequence parallelism)."""
+    share: RankShare = WHOLE
 
 
 KEEPS_ALL = ActivationPlan()
-
-
-def slack_of(device_type: str) -> float:
-    """`ActivationPlan.slack` on a kind of device, "cpu" or "cuda"."""
-    return _SLACK_CPU if device_type == "cpu" else 1.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +60,9 @@ class ActivationBytes:
     kept: int
     """Bytes from the forward pass on, while the loss is computed too."""
     recomputed: int = 0
-    """Bytes in addition to `kept`, while one layer is in its backward pass: activations that it recomputes, or fetches
-    back from the offload. The workspace of the loss is free by then, so the two never coincide."""
+    """Bytes in addition to `kept`, while one layer is in its forward or its backward pass: temporaries, gradients of
+    activations, and activations that it recomputes, or fetches back from the offload. The workspace of the loss is free
+    by then, so the two never coincide."""
 
     def peak(self, loss_workspace: int) -> int:
         """The most bytes at a time; loss_workspace: bytes that the loss takes in addition to its inputs (its slices of
@@ -82,81 +70,81 @@ class ActivationBytes:
         return self.kept + max(self.recomputed, loss_workspace)
 
 
-def activation_bytes(
-    config: ModelConfig, lengths: Sequence[int], element_bytes: int, plan: ActivationPlan = KEEPS_ALL
-) -> ActivationBytes:
-    """Activations of a micro-batch of documents of `lengths` tokens, each element of `element_bytes`.
+def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPlan = KEEPS_ALL) -> ActivationBytes:
+    """Activations of a micro-batch.
 
-    Without recomputation each layer keeps its input, two normed copies, q, k, v and their mixture, gate, up and their
-    product; attention keeps a probability for each pair it looks at, where its kernel does not make them again. With
-    recomputation layers keep less (`memory.recompute` has the table), and while one of them is in its backward pass all
-    that it makes is there once. Offloaded activations come back one operation after the other.
+    The passes go through the layers: before a layer's backward pass the layers in front of it have what they keep.
+    Offloaded activations come back one operation after the other.
     """
-    tokens = sum(lengths)
-    layers = plan.recompute or (("none", None),) * len(config.layers)
-    of_kind = {kind: _layer(config.hidden_size, kind, lengths, plan) for kind in config.kinds}
-    by_layer = [of_kind[layer] for layer in config.layers]
-    kept: float = 0.0
-    inputs_kept: float = 0.0  # apart, because these tensors are counted exactly
-    segments: dict[int, int] = {}  # number -> its layers
-    for (kind, segment), sizes in zip(layers, by_layer, strict=True):
-        if segment is not None:
-            inputs_kept += 0.0 if segment in segments else sizes["full"]
-            segments[segment] = segments.get(segment, 0) + 1
-        elif kind == "full":
-            inputs_kept += sizes["full"]
-        else:
-            kept += sizes[kind]
-    widest = tokens * max(kind.widest for kind in config.kinds) / plan.tensor
-    recomputes = any(kind != "none" for kind, _ in layers)
-    recomputed: float = 0.0
-    # Of probabilities that are computed again in the backward pass only those of a block are there at a time.
-    again = [kind in _COMPUTES_SCORES_AGAIN for kind, _ in layers]
-    if recomputes or plan.offload:
-        # Nothing is freed meanwhile for the gradients of gate and up, and of attention's probabilities.
-        scores = (sizes["block" if blocks else "scores"] for sizes, blocks in zip(by_layer, again, strict=True))
-        recomputed = 2 * widest + max(scores)
-    if recomputes:
-        kind, segment = layers[-1]
-        # The layer in its backward pass keeps nothing but all that it makes.
-        own = by_layer[-1][kind] if segment is None and not plan.offload else 0.0
-        elements = (
-            sizes["none"] - (sizes["scores"] if blocks else 0.0) for sizes, blocks in zip(by_layer, again, strict=True)
-        )
-        recomputed += max(0.0, max(elements) - own)
-        recomputed += max(segments.values(), default=0) * by_layer[0]["full"]  # the inputs of a segment's layers
+    passes = plan.layers or (LayerPass(),) * len(config.layers)
+    layers = [
+        _layer_memory(spec, config.hidden_size, batch, own.training, own.recompute, plan.share)
+        for spec, own in zip(config.layers, passes, strict=True)
+    ]
+    width = batch.tokens * config.hidden_size * batch.element_bytes
+    stream = -(-width // plan.share.degree) if plan.share.sequence else width
+    inputs_again = _inputs_again(passes)
+    before = peak = 0
+    for index, (own, settings) in enumerate(zip(layers, passes, strict=True)):
+        is_first = settings.segment is None or not index or passes[index - 1].segment != settings.segment
+        kept = own.kept if is_first else 0  # in a segment the first layer alone keeps its input
+        again = stream * inputs_again.get(settings.segment, 0)
+        peak = max(peak, before + again + max(stream + own.forward, own.backward))
+        before += kept
     if plan.offload:
-        kept = min(kept + inputs_kept, _IN_FLIGHT * widest) if plan.in_flight else 0.0
-        inputs_kept = 0.0
-        recomputed += widest  # what was fetched back for the operation
-    beside_layers = tokens * _BASE_WIDTHS * config.hidden_size
-    return ActivationBytes(
-        kept=int(plan.slack * element_bytes * (kept + beside_layers) + element_bytes * inputs_kept),
-        recomputed=int(element_bytes * recomputed),
-    )
+        largest = max(own.graph.bytes_of(name) for own in layers for name in own.graph.values)
+        before = min(before, _IN_FLIGHT * largest) if plan.in_flight else 0
+        peak = before + max(max(own.offloaded_backward, own.forward + stream) for own in layers)
+    outside = _OutsideLayers(config, batch, stream, any(ROTATION in own.graph.kept.names for own in layers))
+    kept = before + outside.throughout + outside.until_backward
+    peak = max(peak + outside.throughout, kept + outside.norm_backward)
+    return ActivationBytes(kept=kept, recomputed=max(0, peak - kept))
 
 
-def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: ActivationPlan) -> Mapping[str, float]:
-    """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), those of attention's
-    probabilities alone (`scores`), and of a block of them and its gradients (`block`)."""
-    tokens = sum(lengths)
-    width = hidden_size / (plan.tensor if plan.sequence else 1)
-    mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(hidden_size, plan.tensor)
-    documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
-    heads = 0 if isinstance(layer.mixer, Delta) else layer.mixer.heads
-    scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
-    seen = max((min(length, (layer.mixer.window or length) + _BLOCK_ROWS) for length in documents), default=0)
-    # Halves of a parallel layer read one input, and of those that share a norm one normed copy of it.
-    inputs = width if layer.parallel else 2 * width
-    normed = width if layer.norms == "shared" else 2 * width
-    return {
-        "none": tokens * (inputs + normed + mixer["none"] + feed["none"]) + scores,
-        "elementwise": tokens * (inputs + mixer["elementwise"] + feed["elementwise"]),
-        "selective": tokens * (inputs + mixer["selective"] + feed["selective"]),
-        "full": tokens * width,
-        "scores": scores,
-        "block": min(scores, 2 * heads / plan.tensor * _BLOCK_ROWS * seen),
-    }
+def _inputs_again(passes: Sequence[LayerPass]) -> dict[int | None, int]:
+    """Number of a segment -> its layers but the first, with inputs that are made again in the backward pass."""
+    counts = Counter(own.segment for own in passes if own.segment is not None)
+    return {segment: count - 1 for segment, count in counts.items()}
+
+
+@dataclass(frozen=True)
+class _OutsideLayers:
+    """Bytes of the values before and behind a model's layers."""
+
+    config: ModelConfig
+    batch: BatchShape
+    stream: int
+    """Bytes of the residual stream."""
+    has_tables: bool
+    """Whether tables of rotations are kept."""
+
+    @property
+    def throughout(self) -> int:
+        """Bytes until the last layer's backward pass ends: token ids and the tables of rotations."""
+        tables = sum(2 * rope.dim for rope in self.config.ropes) * self.batch.element_bytes * self.has_tables
+        return (8 + tables) * self.batch.tokens
+
+    @property
+    def until_backward(self) -> int:
+        """Bytes until the layers' backward passes begin: the final norm's input, statistics and output, the states of
+        targets, and the gradient of these.
+        """
+        statistics = 4 * self.batch.tokens * (1 if self.config.norm_kind == "rms" else 2)
+        targets = self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
+        return 2 * self.stream + statistics + (2 * targets if self.config.task == "causal-lm" else 0)
+
+    @property
+    def norm_backward(self) -> int:
+        """Bytes of the temporaries of the final norm's backward pass, without those of the states of targets."""
+        wide = self.stream // self.batch.element_bytes * 4
+        return 3 * wide if self.batch.is_half else wide
+
+
+@lru_cache(maxsize=256)
+def _layer_memory(
+    spec: LayerSpec, width: int, batch: BatchShape, training: LayerTraining, recompute: Recompute, share: RankShare
+) -> LayerMemory:
+    return LayerMemory(LayerGraph(spec, width, batch, training, recompute, share))
 
 
 _NESTED_BLOCK = 256

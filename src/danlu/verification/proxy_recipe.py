@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from danlu.assembly.frozen_base import stored_quantization
@@ -11,6 +10,7 @@ from danlu.models.hf_folder import CONFIG
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.layout import Layout
 from danlu.planning.activation_memory import ActivationPlan, activation_bytes
+from danlu.planning.batch_shape import BatchShape, RankShare
 from danlu.planning.pipeline_split import num_chunks
 from danlu.recipe import Recipe, sections
 from danlu.verification.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
@@ -110,11 +110,9 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
     if memory.recompute.kind != "planned":
         return memory
     assert isinstance(micro, int), "the recipe's rules ask for it"
-    local_width = small.hidden_size // (cut if recipe.parallel.sequence else 1)
     lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.precision].itemsize
-    activations = activation_bytes(
-        replace(small, hidden_size=local_width), lengths, element_bytes, ActivationPlan(tensor=cut)
-    )
+    settings = ActivationPlan(share=RankShare(cut, recipe.parallel.sequence))
+    activations = activation_bytes(small, BatchShape.of_lengths(lengths, element_bytes), settings)
     kept = _BUDGET_SHARE * activations.kept / 2**30
     return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
 

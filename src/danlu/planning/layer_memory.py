@@ -1,0 +1,183 @@
+"""The most bytes that a layer takes in its forward and in its backward pass, by the lifetimes of its tensors.
+
+In the forward pass a value is there from the operation that makes it to the last one that reads it, or to the backward
+pass if it is kept (`layer_graph`). In the backward pass the gradient of a value is there from the first operation that
+hands it back to the one that made the value, and a kept value is freed with the last operation that needs it. An
+operation adds temporaries of its own. Tests compare with the peak that torch's allocator counts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from danlu.models.mixer_spec import Delta
+from danlu.models.operations import ROTATION, Operation
+from danlu.planning.attention_memory import attention_temporaries
+from danlu.planning.layer_graph import LayerGraph
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The memory of one layer's passes over a micro-batch on one rank, in bytes; without the tables of rotations."""
+
+    graph: LayerGraph
+
+    @property
+    def kept(self) -> int:
+        """Bytes from the end of the forward pass to the backward pass."""
+        return self.graph.kept_bytes
+
+    @cached_property
+    def forward(self) -> int:
+        """The most bytes in the forward pass besides the layer's input: values, and temporaries of one operation."""
+        return _forward_peak(self.graph)
+
+    @cached_property
+    def backward(self) -> int:
+        """The most bytes in the backward pass, with the layer's input and the gradient of its output.
+
+        These are kept values, those that are computed again, gradients of values, and of one operation at a time the
+        gradients of its weights, which are added to those of the micro-batches before.
+        """
+        return _backward_peak(self.graph)
+
+    @cached_property
+    def offloaded_backward(self) -> int:
+        """The same where kept values come back from an offload one operation after the other."""
+        return _backward_peak(self.graph, is_offloaded=True)
+
+
+def weight_gradient_bytes(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes of the float32 gradients of an operation's trained weights, those of its adapter included."""
+    if not operation.weights:
+        return 0
+    shares = min(graph.share.degree, operation.parts) if operation.is_product else 1
+    count = sum(math.prod(shape) for _, shape in operation.weights) // shares if graph.training.weights else 0
+    adapter = graph.training.adapter_of(operation.name)
+    if adapter is not None:
+        *stacked, outputs, inputs = operation.weights[0][1]
+        of_factors = outputs + inputs * adapter.trains_a
+        count += math.prod(stacked) * adapter.rank * of_factors + outputs * adapter.has_magnitude
+    return count * _FLOAT32
+
+
+def _forward_peak(graph: LayerGraph) -> int:
+    kept = graph.kept.names
+    last_reader = {name: index for index, each in enumerate(graph.operations) for name in each.reads}
+    live: dict[str, int] = {}
+    unnamed = peak = 0
+    for index, operation in enumerate(graph.operations):
+        live |= {value.name: graph.bytes_of(value.name) for value in operation.makes}
+        if graph.region(operation) is None:
+            unnamed += graph.bytes_of_elements(*graph.unnamed(operation))
+        peak = max(peak, unnamed + sum(live.values()) + _forward_temporaries(graph, operation))
+        done = {name for name in live if last_reader.get(name, -1) <= index} - kept - {graph.output}
+        live = {name: size for name, size in live.items() if name not in done}
+    return peak
+
+
+def _forward_temporaries(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes that an operation takes in the forward pass besides what it reads and makes."""
+    is_half = graph.batch.is_half
+    output = graph.bytes_of(operation.makes[0].name)
+    wide = output // graph.batch.element_bytes * _FLOAT32
+    match operation.kind:
+        case "product" | "grouped":
+            return _narrow_weight(graph, operation)
+        case "norm":  # the squares of rows, and rows that are normed and not scaled; of half precision, rows in float32
+            return 3 * wide if is_half else 2 * output
+        case "attention" | "scan":
+            return attention_temporaries(graph.spec, graph.batch, graph.share.degree, backward=False)
+        case "elementwise" if ROTATION in operation.reads:
+            return 2 * output
+    return 0
+
+
+def _narrow_weight(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes of a float32 weight in half precision, for the time of a product; of experts, of one after the other."""
+    if not graph.batch.is_half or not graph.training.weights:
+        return 0
+    shares = min(graph.share.degree, operation.parts)
+    return math.prod(operation.weights[0][1][-2:]) // shares * graph.batch.element_bytes
+
+
+def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
+    peak = 0
+    if graph.recompute == "full":  # its forward pass runs again, and keeps everything
+        kept = graph.kept_bytes
+        graph = replace(graph, recompute="none")
+        peak = kept + _forward_peak(graph) + graph.bytes_of(graph.output)
+        is_offloaded = False
+    live = {name: graph.bytes_of(name) for name in graph.kept.names | {"x"} if name != ROTATION}
+    unnamed = {
+        each.name: graph.bytes_of_elements(*graph.unnamed(each))
+        for each in graph.with_backward
+        if graph.region(each) is None
+    }
+    gradients = {graph.output: graph.bytes_of(graph.output)}
+    made_again = set[str]()
+    for index in reversed(range(len(graph.with_backward))):
+        operation = graph.with_backward[index]
+        for region in {graph.region_of[name] for name in graph.saved[operation.name] if name in graph.region_of}:
+            if region not in made_again:
+                made_again.add(region)
+                live |= _values_of(graph, region)
+                unnamed |= {each.name: graph.bytes_of_elements(*graph.unnamed(each)) for each in graph.regions[region]}
+                again = max(_forward_temporaries(graph, each) for each in graph.regions[region])
+                there = 0 if is_offloaded else sum(live.values()) + sum(unnamed.values())
+                peak = max(peak, there + sum(gradients.values()) + again)
+        if is_offloaded:
+            there = sum(graph.bytes_of(name) for name in graph.saved[operation.name] if name != ROTATION)
+            there += unnamed.get(operation.name, 0)
+        else:
+            there = sum(live.values()) + sum(unnamed.values())
+        handed = {name: graph.bytes_of(name) for name in operation.reads if name in graph.gradients}
+        new = weight_gradient_bytes(graph, operation)
+        total = there + sum(gradients.values()) + sum(handed.values()) + new
+        peak = max(peak, total + _backward_temporaries(graph, operation))
+        gradients = {name: size for name, size in gradients.items() if not _makes(operation, name)} | handed
+        unnamed.pop(operation.name, None)
+        needed = {name for each in graph.with_backward[:index] for name in graph.saved[each.name]} | {"x"}
+        needed |= {name for region in graph.regions.keys() - made_again for name in graph.inputs_of(region)}
+        live = {name: size for name, size in live.items() if name in needed}
+    return peak
+
+
+def _makes(operation: Operation, name: str) -> bool:
+    return any(value.name == name for value in operation.makes)
+
+
+def _values_of(graph: LayerGraph, region: str) -> Mapping[str, int]:
+    """The values that a recomputed function makes and some backward pass reads, with their bytes."""
+    wanted = {name for names in graph.saved.values() for name in names}
+    names = [value.name for operation in graph.regions[region] for value in operation.makes]
+    return {name: graph.bytes_of(name) for name in names if name in wanted}
+
+
+def _backward_temporaries(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes that an operation takes in the backward pass besides what it reads and hands back."""
+    is_half = graph.batch.is_half
+    output = graph.bytes_of(operation.makes[0].name)
+    wide = output // graph.batch.element_bytes * _FLOAT32
+    match operation.kind:
+        case "product" | "grouped":  # the weight in half precision; then its gradient in half precision
+            return _narrow_weight(graph, operation)
+        case "norm":
+            return 4 * wide if is_half else 2 * output
+        case "attention" | "scan":
+            return attention_temporaries(graph.spec, graph.batch, graph.share.degree, backward=True)
+        case "gather" if operation.name.endswith("weighted_sum"):
+            # The gradient's rows, and their products with the experts': in half precision three float32 copies, before
+            # rows are handed back.
+            rows = graph.bytes_of(operation.reads[0])
+            return 3 * rows // graph.batch.element_bytes * _FLOAT32 if is_half else rows
+        case "elementwise" if ROTATION in operation.reads:
+            return 2 * output
+        case "elementwise" if not isinstance(graph.spec.mixer, Delta) or operation.name.startswith("mlp"):
+            return output
+    return 0

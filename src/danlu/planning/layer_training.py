@@ -1,0 +1,46 @@
+"""The parts of each layer that a recipe trains, as far as they decide what is kept. Imports no torch."""
+
+from __future__ import annotations
+
+from danlu.models.config import ModelConfig
+from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
+from danlu.recipe import Recipe, sections
+
+
+def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
+    """The training of each layer of a config, from its first layer on.
+
+    Adapters without low-rank factors on products count as if they kept the inputs of all products: bottlenecks,
+    prefixes, prompts, and adapters that are continued from files.
+    """
+    section = recipe.adapter
+    if section is None:
+        return [LayerTraining()] * len(config.layers)
+    # A run without an adapter loads neither.
+    from danlu.adapters.targets import by_pattern, choose
+    from danlu.models.sites import sites_of
+
+    adapters: dict[int, dict[str, LowRankAdapter]] = {layer: {} for layer in range(len(config.layers))}
+    for site in choose(sites_of(config), section, check_ranks=False) if _has_targets(section) else ():
+        if site.layer is not None:
+            rank = by_pattern(site, getattr(section, "rank_pattern", {}), getattr(section, "rank", 1))
+            name = site.name.partition(".")[2].partition(".")[2]
+            adapters[site.layer][name] = LowRankAdapter(
+                rank, isinstance(section, sections.Dora), not getattr(section, "freeze_a", False)
+            )
+    training, with_gradient = [], not _has_targets(section)
+    for own in adapters.values():
+        training.append(
+            LayerTraining(
+                weights=not _has_targets(section),
+                adapters=tuple(own.items()),
+                quantized=recipe.quantization is not None,
+                input_needs_gradient=with_gradient,
+            )
+        )
+        with_gradient = with_gradient or bool(own)
+    return training
+
+
+def _has_targets(section: object) -> bool:
+    return hasattr(section, "targets")
