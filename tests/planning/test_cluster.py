@@ -182,6 +182,8 @@ def test_this_machine_with_gpus_is_named_by_nvidia_smi(tmp_path: Path, monkeypat
     here = Cluster.here()
     assert (here.card.name, here.ranks, here.card.memory_bytes) == ("H100-80G", 2, 81559 << 20)
     assert here.links == (Link(None, 450e9, 5e-6),)
+    program.write_text("#!/bin/sh\nprintf 'NVIDIA L4, 23034\\nNVIDIA T4, 15360\\n'\n")
+    assert (Cluster.here().card.name, Cluster.here().ranks) == ("T4-16G", 2)
     program.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
     assert Cluster.here().card.name == "CPU"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.core.errors import DataError, RecipeError
+from danlu.core.errors import DataError, RecipeError, ResourceError
 from danlu.planning import machine_profile
 from danlu.planning.cluster import Cluster, Link
 from danlu.planning.machine_profile import GROUPED, Machine, MachineProfile, machine_here
@@ -162,7 +162,14 @@ def test_a_cluster_has_the_profiles_speed_and_links(monkeypatch: pytest.MonkeyPa
     assert link == Link(None, pytest.approx(2e9), 1e-4)
 
 
-def test_reading_a_profile_does_not_ask_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_nvidia_smi_does_not_show_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "nvidia_devices", list)
+    assert machine_here().device == "cpu"
+    with pytest.raises(ResourceError, match="nvidia-smi shows no GPU here"):
+        machine_here("cuda")
+
+
+def test_this_machine_is_named_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "nvidia_devices", lambda: [("NVIDIA H100 80GB HBM3", 81559 << 20)])
     assert machine_here().processor == "NVIDIA H100 80GB HBM3"
     assert machine_here("cpu").device == "cpu"

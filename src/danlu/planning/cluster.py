@@ -163,7 +163,7 @@ class Cluster:
         host = total_memory_bytes()
         ranks = ranks or (profile.machine.processes if profile is not None else None)
         if devices := [] if profile is not None and profile.machine.device == "cpu" else nvidia_devices():
-            name, memory = devices[0]
+            name, memory = min(devices, key=lambda device: device[1])  # of unequal ones the least decides
             known = card_of_device(name) or Card(name, memory, None, {})
             cluster = cls.of_card(replace(known, memory_bytes=memory), 1, ranks or len(devices))
             cluster = replace(cluster, host_memory_bytes=host)

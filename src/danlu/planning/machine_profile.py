@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.core.atomic_write import write_atomically
-from danlu.core.errors import DataError, RecipeError
+from danlu.core.errors import DataError, RecipeError, ResourceError
 from danlu.core.small_files import parse_json, read_small
 from danlu.planning.cards import nvidia_devices
 from danlu.planning.measured_table import Seconds, Table
@@ -220,7 +220,12 @@ class MachineProfile:
 
 
 def machine_here(device: Device | None = None, threads: int = 0, processes: int = 1) -> Machine:
-    """This machine, without importing torch. device: None is a GPU where nvidia-smi shows one."""
+    """This machine, without importing torch. device: None is a GPU where nvidia-smi shows one.
+
+    Raises ResourceError for cuda where nvidia-smi shows none, as with GPUs of other makers.
+    """
     gpus = [] if device == "cpu" else nvidia_devices()
+    if device == "cuda" and not gpus:
+        raise ResourceError("nvidia-smi shows no GPU here, and a profile of GPUs needs their names. Use --device cpu")
     processor = gpus[0][0] if gpus else cpu_model()
     return Machine(processor, "cuda" if gpus else "cpu", threads, processes, version("torch"))
