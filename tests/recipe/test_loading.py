@@ -330,6 +330,8 @@ def test_a_stage_by_another_name_leads_to_it(write: Write, stage: str, remedy: s
         ("adapter: none", "adapter.kind: unknown kind 'none'. Write adapter: null, or leave it out"),
         ("quantization: 4", "quantization.kind: unknown kind 4. Write quantization: nf4"),
         ("parallel: fsdp", "not 'fsdp'. Write parallel.shard: zero3"),
+        ("objective: dpo", "unknown kind 'dpo'. Write objective: sigmoid"),
+        ("objective: [nca_pair]", "unknown kind 'nca_pair'. Write objective.kind: nca"),
         ("memory: {recompute: true}", "planned, not true"),
     ],
 )

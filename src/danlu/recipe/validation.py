@@ -95,7 +95,10 @@ def _lines_for(key: str, value: str | int, hint: Any) -> str | None:
     members = [member for member, _ in union_members(hint)]
     if type(None) in members and str(value).lower() in ("none", "off", "false"):
         return f"{key}: null, or leave it out"
-    return other_tools.value_lines(key, value)
+    section = ".".join(part for part in key.split(".") if not part.isdecimal())
+    if section == "objective" and value in OBJECTIVE_NAMES:  # a stage with this objective: dpo
+        return f"{section}: {OBJECTIVE_NAMES[str(value)][1]}"
+    return other_tools.value_lines(section, value)
 
 
 def _stage_that_is_meant(value: Any, said: str) -> str:
