@@ -15,8 +15,10 @@ from danlu.models import ops
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE, RowOrder
-from danlu.models.layer_spec import Dense, Experts, Router
+from danlu.models.layer_spec import Dense, Experts, LayerSpec, Router
+from danlu.models.mixer_spec import Heads
 from danlu.numerics.batch_invariant import batch_invariant
+from danlu.planning.flops import layer_flops
 
 WIDTH = 40
 
@@ -218,7 +220,9 @@ def test_weights_that_a_token_is_multiplied_with_are_counted(kind: str) -> None:
             moe.shared(x)
         if moe.shared_gate is not None:
             moe.shared_gate(x)
-    assert counter.get_total_flops() == 2 * 16 * spec.product_weights(width_of(spec))
+    mixer, width = Heads(1, 1, 8, None), width_of(spec)
+    of_experts, of_dense = (layer_flops(LayerSpec(mixer, feed), width).weights for feed in (spec, Dense(1)))
+    assert counter.get_total_flops() == 2 * 16 * (of_experts - of_dense + 3 * width)
 
 
 @pytest.mark.parametrize(

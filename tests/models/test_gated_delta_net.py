@@ -165,7 +165,7 @@ def test_first_values_forget_at_all_rates() -> None:
 def test_operations_are_those_of_the_recurrence() -> None:
     """Three products with each state for each token, whatever the documents."""
     config = small_config(layers=2, deltas=(0, 1))
-    weights = sum(layer.product_weights(config.hidden_size) for layer in config.layers)
+    weights = DecoderFlops(config).weights
     for lengths in ((10,), (4, 6)):
         assert DecoderFlops(config).forward(lengths, 0) == 10 * (2 * weights + 2 * 6 * 4 * 8 * 6)
 

@@ -8,7 +8,6 @@ D model width · E experts · F inner width, of each expert
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,10 +46,6 @@ class Dense:
         shapes = linear_shapes("gate_proj", self.intermediate_size, width, self.bias) if self.gated else {}
         shapes |= linear_shapes("up_proj", self.intermediate_size, width, self.bias)
         return shapes | linear_shapes("down_proj", width, self.intermediate_size, self.bias)
-
-    def product_weights(self, width: int) -> int:
-        """Weights that one token is multiplied with."""
-        return (3 if self.gated else 2) * self.intermediate_size * width
 
     @property
     def tensor_cut(self) -> TensorCut:
@@ -157,11 +152,6 @@ class Experts:
             shapes |= dict.fromkeys((f"{name}.weight" for name in BRANCH_NORMS), (width,))
         return shapes | ({"shared_gate.weight": (1, width)} if self.shared_gate else {})
 
-    def product_weights(self, width: int) -> int:
-        """Weights that one token is multiplied with: the router's, and those of its top_k experts and shared ones."""
-        shared = 0 if self.shared is None else self.shared.product_weights(width)
-        return width * (self.num_experts + 3 * self.top_k * self.intermediate_size + self.shared_gate) + shared
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: every expert along its inner width, and the shared network; the router is whole."""
@@ -232,20 +222,11 @@ class LayerSpec:
         """Whether both halves have a norm behind them."""
         return self.norms in ("post", "sandwich")
 
-    def product_weights(self, width: int) -> int:
-        """Weights that one token is multiplied with."""
-        mixer = sum(math.prod(shape) for shape in self.mixer.parameter_shapes(width).values() if len(shape) == 2)
-        return mixer + self.feed.product_weights(width)
-
     @property
     def attention(self) -> Heads:
         """The mixer of a layer that mixes tokens with attention by heads."""
         assert isinstance(self.mixer, Heads), f"{self.mixer} is no attention by heads"
         return self.mixer
-
-    def token_flops(self) -> int:
-        """Operations of one token that are products with neither weights nor other tokens."""
-        return self.mixer.token_flops() if isinstance(self.mixer, Delta) else 0
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share the layer; None: they can."""

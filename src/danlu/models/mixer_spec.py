@@ -137,10 +137,6 @@ class Heads:
             shapes |= {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
         return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
 
-    def pair_flops(self) -> int:
-        """Operations of one query on one key it sees: scores, and the sum of values."""
-        return 4 * self.query_width
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes, by heads; norms of single heads are whole."""
@@ -249,10 +245,6 @@ class Latent:
         shapes |= linear_shapes("kv_b_proj", self.expanded_width, self.kv_lora_rank, False)
         return shapes | linear_shapes("o_proj", width, self.value_width, self.bias)
 
-    def pair_flops(self) -> int:
-        """Operations of one query on one key it sees: scores, and the sum of values."""
-        return 2 * (self.query_width + self.value_width)
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: matrices that make queries, keys or values of heads, by heads; latents are whole."""
@@ -335,10 +327,6 @@ class Factorized:
             shapes |= linear_shapes("v_proj", self.head_dim, width, False)
         return shapes | linear_shapes("o_proj", width, self.query_width, False)
 
-    def pair_flops(self) -> int:
-        """Operations of one query on one key it sees: scores, and the sum of values."""
-        return 4 * self.query_width
-
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes: matrices of query heads, by heads; the key and the value are whole."""
@@ -407,16 +395,6 @@ class Delta:
             shapes[f"{name}_conv1d.weight"] = (channels, 1, self.conv_width)
         shapes["o_norm.weight"] = (self.value_dim,)
         return shapes | linear_shapes("o_proj", width, values, False)
-
-    def pair_flops(self) -> int:
-        """0: a query is not multiplied with the keys of other tokens."""
-        return 0
-
-    def token_flops(self) -> int:
-        """Operations of one token on the states: reading them with its key, the correction, reading them with its
-        query.
-        """
-        return 6 * self.heads * self.key_dim * self.value_dim
 
     @property
     def tensor_cut(self) -> TensorCut:

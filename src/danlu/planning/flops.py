@@ -6,9 +6,15 @@ done again (recomputed activations) does not. Attention is counted as needed: ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 from danlu.models.config import ModelConfig
+from danlu.models.layer_operations import layer_operations
+from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.operations import made_by
 
 # Backward makes two products (input and weight gradient) for each one of forward.
 _TRAINING = 3
@@ -25,17 +31,49 @@ def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return pairs
 
 
+class LayerFlops(NamedTuple):
+    """The products of one layer in its forward pass."""
+
+    weights: int
+    """Weights that one token is multiplied with; of experts, those of the token's own."""
+    of_pair: int
+    """Operations of one query on one key that it sees: scores, and the sum of values."""
+    of_token: int
+    """Operations of one token that are products with neither weights nor other tokens: with the states of a
+    recurrence, which are read by its key, corrected, and read by its query."""
+
+
+@cache
+def layer_flops(spec: LayerSpec, width: int) -> LayerFlops:
+    """Counts the products of a layer's operations; width: D."""
+    operations = layer_operations(spec, width)
+    values = made_by(operations)
+    weights = of_pair = of_token = 0
+    for operation in operations:
+        match operation.kind:
+            case "product":
+                weights += math.prod(operation.weights[0][1])
+            case "grouped":
+                assert isinstance(spec.feed, Experts), "grouped products are those of experts"
+                weights += spec.feed.top_k * math.prod(operation.weights[0][1][1:])
+            case "attention":
+                query, mixed = values[operation.reads[0]], operation.makes[0]
+                of_pair += 2 * (query.width + mixed.width)
+            case "scan":
+                _, states = operation.makes
+                of_token += 6 * states.width
+    return LayerFlops(weights, of_pair, of_token)
+
+
 class DecoderFlops:
     """Operations of passes of one decoder over documents; the constants of its layers are counted once."""
 
     def __init__(self, config: ModelConfig) -> None:
-        layers = {kind: config.layers.count(kind) for kind in config.kinds}
-        self.weights = sum(count * kind.product_weights(config.hidden_size) for kind, count in layers.items())
+        kinds = [(layer_flops(kind, config.hidden_size), config.layers.count(kind), kind) for kind in config.kinds]
+        self.weights = sum(count * own.weights for own, count, _ in kinds)
         """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down."""
         self._head = config.hidden_size * config.vocab_size
-        self._mixers = [
-            (count, kind.mixer.window, kind.mixer.pair_flops(), kind.token_flops()) for kind, count in layers.items()
-        ]
+        self._mixers = [(count, kind.mixer.window, own.of_pair, own.of_token) for own, count, kind in kinds]
 
     def forward(self, lengths: Sequence[int], targets: int) -> int:
         """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from danlu.models.config import ModelConfig
 from danlu.parallel.schedules import chunks_per_rank, schedule_problems
+from danlu.planning.flops import layer_flops
 from danlu.recipe.sections import Pipeline, Recipe
 
 
@@ -68,7 +69,7 @@ def chunk_sizes(section: Pipeline, config: ModelConfig) -> list[int]:
 
 def layer_costs(config: ModelConfig) -> list[int]:
     """The cost of each layer's products: the number of weights that a token is multiplied with."""
-    return [layer.product_weights(config.hidden_size) for layer in config.layers]
+    return [layer_flops(layer, config.hidden_size).weights for layer in config.layers]
 
 
 def even_in_cost(costs: Sequence[int], extras: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
