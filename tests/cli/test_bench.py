@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from danlu.cli.bench import app
 from danlu.core.errors import RecipeError
 from danlu.planning import measure_machine, product_peak
-from danlu.planning.machine_profile import MachineProfile
+from danlu.planning.machine_profile import Collective, MachineProfile
 from danlu.planning.measure_machine import Sizes
 
 # The least sizes that the printed table looks up.
@@ -69,7 +70,7 @@ def test_several_processes_have_a_profile_of_their_own() -> None:
     assert outcome.exit_code == 0, outcome.output
     first, second = (json.loads(line) for line in outcome.stdout.splitlines())
     assert [profile["machine"]["processes"] for profile in (first, second)] == [1, 2]
-    assert set(second["tables"]) - set(first["tables"]) == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert set(second["tables"]) - set(first["tables"]) == {*get_args(Collective)}
     profile = MachineProfile.here(2, threads=1, device="cpu")
     assert profile is not None and profile.machine == replace(profile.machine, processes=2, threads=1)
     link = profile.link()

@@ -28,7 +28,7 @@ FORMAT = 1
 """The format of a profile's file; a change of the tables' meaning raises it."""
 PROFILES = "~/.cache/danlu/machine"
 Device = Literal["cpu", "cuda"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Streamed = Literal["copy", "add", "activation", "activation_backward", "norm", "norm_backward"]
 """Operations that take as long as their bytes."""
 GROUPED = 512
@@ -172,7 +172,7 @@ class MachineProfile:
 
     def collective_seconds(self, kind: Collective, count: float, ranks: int) -> Seconds:
         """Seconds of a collective of `ranks` processes: of a tensor of `count` bytes that is summed, that is gathered
-        in the end, that is scattered in the beginning, or that is sent.
+        in the end, that each process scatters in the beginning or deals out to all, or that is sent.
 
         Of another number of ranks than were measured by the steps and bytes of a ring. Raises RecipeError where links
         were not measured.

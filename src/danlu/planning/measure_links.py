@@ -110,6 +110,7 @@ def _measure_links(machine: Machine, sizes: Sizes) -> dict[str, Table]:
         "all_reduce": group.sum,
         "all_gather": lambda x: group.all_gather(x[: len(x) // group.size]),
         "reduce_scatter": group.reduce_scatter,
+        "all_to_all": lambda x: group.all_to_all(x, *[[len(x) // group.size] * group.size] * 2),
         "send": lambda x: _echo(group, x),
     }
     tables: dict[str, Table] = {}
