@@ -90,6 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
             **GEMMA4_TEXT,
             "hidden_size_per_layer_input": 0,
             "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
         },
         "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 32},
         "image_token_id": 120,
@@ -154,7 +158,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 _EXPERTS = ("layers.1.mlp.experts.up_proj.weight", "1.mlp.experts.gate_up_proj")
-TRAINED = {"qwen3_5_moe": _EXPERTS, "qwen3_vl_moe": _EXPERTS}
+TRAINED = {
+    "gemma4": ("layers.1.mlp.shared.down_proj.weight", "1.mlp.down_proj.weight"),
+    "qwen3_5_moe": _EXPERTS,
+    "qwen3_vl_moe": _EXPERTS,
+}
 """Case -> a parameter of the second layer and the tensor it is in, where there is no dense network."""
 FURTHER = {"qwen3_5_moe": {"mtp.layers.0.mlp.experts.gate_up_proj": torch.arange(24.0).view(2, 4, 3).bfloat16()}}
 """Case -> tensors that no class of transformers has, of layers that predict further tokens."""
