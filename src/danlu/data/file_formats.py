@@ -38,6 +38,7 @@ DOCUMENT_END = "<|endoftext|>"
 """A line of a txt file that is only this ends a document."""
 MAX_LINE_BYTES = 2**30
 BATCH_ROWS = 512
+DATASET_DICT = "dataset_dict.json"  # of a folder that `DatasetDict.save_to_disk` wrote
 
 
 def format_of(file: Path) -> str:

@@ -6,14 +6,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import parse_json, read_small_text
-from danlu.data.file_formats import first_line
-from danlu.recipe.sections import Source
+from danlu.data.file_formats import DATASET_DICT, first_line
 
-DATASET_DICT = "dataset_dict.json"
+if TYPE_CHECKING:
+    from danlu.recipe.sections import Source
+
 _OTHER_SUBSETS = re.compile(
     r"(?:among the available configs: \[|not found\. Available: \[|configs in the cache: \[|"
     r"configurations in the cache: )(?P<names>[^\]\n]*)"

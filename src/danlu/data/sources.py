@@ -21,6 +21,7 @@ from danlu.data.column_mapping import LOOKED_THROUGH, ColumnMapping
 from danlu.data.dataset_info import DATASET_INFO, neighboring_mapping
 from danlu.data.file_formats import (
     BATCH_ROWS,
+    DATASET_DICT,
     READ_BYTES,
     READERS,
     describe_formats,
@@ -29,7 +30,6 @@ from danlu.data.file_formats import (
     open_decompressed,
     reading_errors,
 )
-from danlu.data.hub_data import DATASET_DICT, hub_rows, split_folder
 from danlu.data.raw_rows import BadRow, LocatedContent, RawRow
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -251,7 +251,11 @@ def _path_and_row_limit(source: Source) -> tuple[Path, int | None]:
 def _split_path(text: str, source: Source) -> Path:
     """The path of a source without its number of rows, or below it the folder of its split."""
     path = _path(text)
-    return split_folder(path, source.split) if _exists(path) and source.subset is None else path
+    if source.subset is not None or not _exists(path / DATASET_DICT):
+        return path
+    from danlu.data.hub_data import split_folder
+
+    return split_folder(path, source.split)
 
 
 def _path(text: str) -> Path:
@@ -321,6 +325,8 @@ def _data_set(source: Source, path: Path) -> Any:
     Raises:
         DataError: it cannot be loaded; the message names each attempt.
     """
+    from danlu.data.hub_data import hub_rows
+
     if _exists(path):
         if not path.is_dir() or (path / DATASET_DICT).is_file():
             raise DataError(
