@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 from builders.process_group import run_group
+from builders.served import serving_rollouts
 from builders.tiny_adapters import logits
 from builders.tiny_world import World, danlu, differences, metrics, write_rows
 from builders.train_worker import train
@@ -223,27 +224,49 @@ def test_rows_of_the_tokens_are_trained_and_those_that_no_token_has_are_not(
         assert torch.allclose(embedding[402], start["embed_tokens.weight"], atol=1e-6)
 
 
-def test_rollouts_have_the_rows_of_the_policy(tiny_world: World, tmp_path: Path) -> None:
-    reward = tmp_path / "letters.py"
+def grpo_recipe(world: World, folder: Path, name: str, rollout: dict[str, Any], **changes: Any) -> Path:
+    reward = folder / "letters.py"
     reward.write_text("def letters(completion, **row):\n    return float(completion.count('e'))\n")
-    file = recipe(
-        tiny_world,
-        tmp_path / "run",
+    return recipe(
+        world,
+        folder / name,
         stage="grpo",
         data={"prompt": "{prompt} <plan>", "max_length": 64},
-        rollout={"samples": 4, "max_new_tokens": 6},
+        rollout={"samples": 4, "max_new_tokens": 6, **rollout},
         rewards=[f"{reward}:letters"],
         batch={"prompts": 4, "sequences": None, "micro": 1},
-        adapter=LORA,
         optimizer={"kind": "adamw", "learning_rate": 0.1},
         steps=3,
+        **changes,
     )
-    assert danlu("train", file) == 0
-    lines = metrics(tmp_path / "run")
-    assert 0 < max(abs(line["gap"]) for line in lines if "gap" in line) < 1e-4
+
+
+def gaps(run: Path) -> list[float]:
+    return [abs(line["gap"]) for line in metrics(run) if "gap" in line]
+
+
+def test_rollouts_have_the_rows_of_the_policy(tiny_world: World, tmp_path: Path) -> None:
+    assert danlu("train", grpo_recipe(tiny_world, tmp_path, "run", {}, adapter=LORA)) == 0
+    assert 0 < max(gaps(tmp_path / "run")) < 1e-4
     start = load(tiny_world.base).get_parameter("lm_head.weight").mean(0)
     rows = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert not torch.allclose(rows["base_model.model.lm_head.token_adapter.trainable_tokens_delta"], start)
+
+
+def test_rollouts_of_danlu_s_server_have_the_rows_too(tiny_world: World, tmp_path: Path, capsys: Any) -> None:
+    """The server is started with the base that a preview names. An adapter's rows are handed over, or all weights."""
+    rollout: dict[str, Any] = {"engine": "http", "urls": ["http://127.0.0.1:9"], "server": {"timeout_s": 20}}
+    assert danlu("preview", grpo_recipe(tiny_world, tmp_path, "run", rollout, adapter=LORA), "--rows", "1") == 0
+    (named,) = re.findall(r"start the rollout server with (\S+)", capsys.readouterr().out)
+    with serving_rollouts(Path(named)) as served:
+        rollout["urls"] = [served.root]
+        assert danlu("train", grpo_recipe(tiny_world, tmp_path, "lora", rollout, adapter=LORA)) == 0
+        assert danlu("train", grpo_recipe(tiny_world, tmp_path, "full", rollout)) == 0
+    for name in ("lora", "full"):
+        found = gaps(tmp_path / name)
+        assert len(found) == 3 and 0 < max(found) < 1e-4
+    weights = load_file(tmp_path / "full" / "model" / "model.safetensors")["lm_head.weight"]
+    assert not torch.allclose(weights[401], weights[407], atol=1e-3)
 
 
 @pytest.mark.distributed
@@ -283,6 +306,20 @@ def test_several_processes_end_where_one_does(tiny_world: World, tmp_path: Path,
         assert worst_relative_error(load_file(tmp_path / name / result), one) < 2e-5, name
 
 
+SERVED: dict[str, Any] = {"stage": "grpo", "rewards": ["x.py:y"], "batch": PAIRS}
+
+
+@pytest.mark.distributed
+def test_a_verification_compares_the_rows_too(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recipe(tiny_world, tmp_path / "run", adapter=LORA)
+    assert danlu("verify", file, "parallel.tensor=2", "--steps", 1) == 0
+    said = capsys.readouterr().out
+    assert "rows of single tokens: 3 of the small model's" in said
+    assert re.search(r"lm_head +96 ", said) and "lm_head.token_adapter.trainable_tokens_delta, exported result" in said
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -290,13 +327,21 @@ def test_several_processes_end_where_one_does(tiny_world: World, tmp_path: Path,
         ({"adapter": "vera"}, "adapter.kind: vera trains no rows of single tokens"),
         ({"adapter": {**LORA, "trainable_tokens": ["<nowhere>"]}}, "adapter.trainable_tokens: '<nowhere>' is no token"),
         (
+            {**SERVED, "rollout": {"engine": "vllm", "url": "http://x:1"}, "adapter": LORA},
+            "rollout.engine: vllm takes the factors of an adapter, and no rows of single tokens, which model.tokens",
+        ),
+        (
+            {**SERVED, "rollout": {"engine": "sglang", "url": "http://x:1"}},
+            "rollout.engine: sglang draws from rows that no token has",
+        ),
+        (
             {
-                "stage": "grpo",
+                **SERVED,
                 "rollout": {"engine": "vllm", "url": "http://x:1"},
-                "rewards": ["x.py:y"],
-                "batch": PAIRS,
+                "model": {"tokens": []},
+                "adapter": {**LORA, "trainable_tokens": ["a"]},
             },
-            "rollout.engine: engine vllm serves a model without rows for model.tokens",
+            "rollout.engine: vllm takes the factors of an adapter, and no rows of single tokens, which adapter.train",
         ),
     ],
 )

@@ -211,6 +211,7 @@ class VLLM(StandIn):
             seed=body.get("seed", 0),
             stop_ids=body.get("stop_token_ids", ()),
             allowed=body.get("allowed_token_ids"),
+            bias=body.get("logit_bias") or {},
             adapter=adapter,
         )
         self.survive("request_id" in body)

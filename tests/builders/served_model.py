@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from danlu.adapters.peft_folder import add_adapter
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors
+
+NO_BIAS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -80,6 +83,7 @@ class ServedModel:
         seed: int = 0,
         stop_ids: Sequence[int] = (),
         allowed: Sequence[int] | None = None,
+        bias: Mapping[str, float] = NO_BIAS,
         adapter: str | None = None,
     ) -> Generation:
         """An answer, complete or aborted."""
@@ -100,6 +104,8 @@ class ServedModel:
                 logits = self._logits((*prompt, *answer.tokens), adapter)
                 scaled = logits / (temperature or 1.0)
                 left = filtered(scaled, top_k, top_p)
+                for biased, amount in bias.items():
+                    left[int(biased)] += amount
                 if allowed is not None:
                     outside = torch.ones(len(left), dtype=torch.bool)
                     outside[list(allowed)] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from builders.small_config import small_config
 
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.inference.request import Request, SamplingOptions
+from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling
@@ -228,6 +230,32 @@ def test_an_unknown_adapter_is_refused_and_its_request_forgotten(small_decoder, 
 def test_servers_that_cannot_be_trusted_are_refused(small_decoder, kind, settings, message):
     with pytest.raises(ModelError, match=message), serving(kind, small_decoder(), **settings):
         pass
+
+
+def test_rows_that_no_token_has_are_not_drawn(small_decoder):
+    """A server has them as any other; here they are the likeliest."""
+    rows = small_decoder(vocab_size=61)
+    rows.lm_head.weight[58:] = 3 * rows.lm_head.weight[:3]
+    model = Decoder(replace(rows.config, vocab_size=58, vocab_padding=3)).requires_grad_(False)
+    model.load_state_dict(rows.state_dict())
+    asked, answers = requests(samples=4), []
+    for config in (model.config, rows.config):
+        stand_in = VLLM(rows, logprobs_mode="processed_logprobs")
+        options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, reconnect_s=0.2)
+        engine = HTTPEngine(servers_of("vllm", options), options, config)
+        answers.append(engine.generate(asked))
+        engine.close()
+        stand_in.close()
+    check_logprobs(model, asked, answers[0])
+    assert max(max(answer.tokens) for answer in answers[0]) < 58
+    assert max(max(answer.tokens) for answer in answers[1]) >= 58  # the control
+    refusals = {"vllm": "has 3 rows .* Start it with --logprobs-mode processed", "sglang": "which SGLang would draw"}
+    for kind, message in refusals.items():
+        stand_in = KINDS[kind](rows)
+        options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, reconnect_s=0.2)
+        with pytest.raises(ModelError, match=message):
+            HTTPEngine(servers_of(kind, options), options, model.config)
+        stand_in.close()
 
 
 @pytest.mark.parametrize(("kind", "question"), [("vllm", "/version"), ("sglang", "/server_info")])

@@ -90,6 +90,16 @@ def test_what_lies_below_what_stays(bases: tuple[Path, Path], tmp_path: Path) ->
     assert upon.is_dir()
 
 
+def test_one_with_rows_of_single_tokens_has_them_on_the_small_model(bases: tuple[Path, Path], tmp_path: Path) -> None:
+    large, small = bases
+    ids = {"embedding": [3, 9], "head": [3, 9]}
+    given = adapter_folder(large, tmp_path / "given", sections.Lora(rank=4), token_ids=ids)
+    (made,), _ = proxy_adapter_folders([str(given)], LARGE, small, tmp_path / "small", seed=3)
+    rows = read_adapter_config(Path(made)).values["trainable_token_indices"]
+    size = SMALL.vocab_size
+    assert set(map(tuple, rows.values())) == {(1, size // 2, size - 1)}
+
+
 def test_an_adapter_of_another_base_is_told(bases: tuple[Path, Path], tmp_path: Path) -> None:
     wider = model_folder(replace(LARGE, hidden_size=96), tmp_path / "wider")
     given = adapter_folder(wider, tmp_path / "given", sections.Lora(rank=4))

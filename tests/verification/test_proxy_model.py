@@ -13,6 +13,7 @@ from builders.adapter_folders import adapter_folder
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.adapters.adapter_config import read_adapter_config
+from danlu.assembly.recipe_adapters import trained_tokens
 from danlu.core.types import Pack, Sample
 from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS
@@ -317,6 +318,23 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     assert small.model.adapters == [str(tmp_path / "adapters" / "0-below")]
     assert read_adapter_config(Path(small.model.adapters[0])).kind == "VERA"
     assert notes[-1].endswith("with numbers of their own: vera")
+
+
+@pytest.mark.parametrize("section", [{"tokens": ["<plan>"]}, {}, None], ids=["new tokens", "tokens", "neither"])
+def test_rows_of_single_tokens_are_trained_in_the_small_model_too(tmp_path: Path, section: Any) -> None:
+    made = on_base(tmp_path)
+    rows = {} if section is None else {"trainable_tokens": [] if section else ["a"]}
+    given = made.model_copy(
+        update={
+            "model": made.model.model_copy(update=section or {}),
+            "adapter": sections.Lora(**rows),
+        }
+    )
+    small, config, notes = proxy_recipe(given, read_config(tiny_world().base), Layout(tensor=2), tmp_path, 64)
+    trained = trained_tokens(small.model, small.adapter)
+    wanted = [] if section is None else [1, config.vocab_size // 2, config.vocab_size - 1]
+    assert trained == wanted
+    assert any("rows of single tokens" in note for note in notes) == bool(wanted)
 
 
 def test_updates_of_a_small_learning_rate_are_made_large_enough_to_see() -> None:

@@ -94,6 +94,10 @@ def _preview(
         out.heading("new tokens")
     for text, token, before in new_tokens:
         out.line(f"{text}: {token}, before {' '.join(map(str, before))}")
+    if new_tokens and recipe.stage == "rl" and recipe.rollout.engine != "embedded":
+        from danlu.assembly.recipe_adapters import model_folder
+
+        out.line(f"the base with rows for them: start the rollout server with {model_folder(recipe.model)}")
     shown = render_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # reading the rest may take minutes

@@ -277,13 +277,13 @@ def is_accepted(ask: Callable[[], object]) -> bool:
     return True
 
 
-def check_vocabulary(name: str, url: str, vocab_size: int, accepts: Callable[[int], bool]) -> None:
+def check_vocabulary(name: str, url: str, rows: int, accepts: Callable[[int], bool]) -> None:
     """Raises ModelError unless the largest token id that a server accepts is the last of the model's vocabulary."""
-    if not accepts(vocab_size - 1) or accepts(vocab_size):
-        smaller = "smaller" if not accepts(vocab_size - 1) else "larger"
+    if not accepts(rows - 1) or accepts(rows):
+        smaller = "smaller" if not accepts(rows - 1) else "larger"
         raise ModelError(
             f"{url}: the vocabulary of the model that {name} serves is {smaller} than that of the model in training, "
-            f"which has {vocab_size} tokens: start the server with the model that training starts from"
+            f"which has {rows} tokens: start the server with the model that training starts from"
         )
 
 

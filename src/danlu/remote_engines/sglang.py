@@ -69,6 +69,11 @@ class SGLangServer(GroupServer):
         url = self.client.url
         info = self.client.get("/server_info")
         check_version(self.name, url, info.get("version"))
+        if config.vocab_padding:
+            raise ModelError(
+                f"{url}: the model has {config.vocab_padding} rows that no token has (vocab_padding in config.json), "
+                "which SGLang would draw. Use engine: embedded, vllm, or http with danlu serve --rollouts"
+            )
         self._vocab_size = config.vocab_size
         self._workers, self._replicas = info["tp_size"], info["dp_size"] * info["pp_size"]
         cards = self.client.get("/v1/models")["data"]

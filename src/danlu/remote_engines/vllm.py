@@ -69,6 +69,8 @@ UNCHANGED = (
 )
 """Layers that vLLM has as a model folder does; rows of the embedding and the head are padded. The last are GPT-NeoX's,
 which vLLM computes by transformers' class: queries, keys and values lie head by head there too."""
+_NEVER = -100.0
+"""vLLM's least bias of a logit, whose probability is then beyond float32."""
 PREFIXES = {"gpt_neox.": "model.", f"{LANGUAGE_PART}.": "language_model.model."}
 """How tensors begin in model folders, and in vLLM, where the two differ. Those of language parts are read from the
 mappers of vLLM 0.32 (qwen2_5_vl.py, qwen3_vl.py, gemma3_mm.py, gemma4_mm.py, mistral3.py)."""
@@ -94,6 +96,8 @@ class VLLMServer(GroupServer):
         self._open_group = open_group
         self._model = ""
         self._logprobs_mode = ""
+        self._padding: dict[str, float] = {}
+        """The bias of rows that no token has, which are not to be drawn."""
 
     def check(self, config: ModelConfig) -> None:
         url = self.client.url
@@ -114,10 +118,16 @@ class VLLMServer(GroupServer):
                 f"{url}: vLLM was started with --logprobs-mode {self._logprobs_mode}, which gives no "
                 "log-probabilities. Use processed_logprobs"
             )
+        self._padding = {str(row): _NEVER for row in range(config.vocab_size, config.vocab_rows)}
+        if self._padding and self._logprobs_mode == "raw_logprobs":
+            raise ModelError(
+                f"{url}: the model has {config.vocab_padding} rows that no token has (vocab_padding in config.json), "
+                "which vLLM counts in its log-probabilities. Start it with --logprobs-mode processed_logprobs"
+            )
         self._take_over()
         base = next(card for card in self.client.get("/v1/models")["data"] if card.get("parent") is None)
         self._model, self.context = base["id"], base["max_model_len"]
-        check_vocabulary(self.name, url, config.vocab_size, lambda token: is_accepted(lambda: self._probe(token)))
+        check_vocabulary(self.name, url, config.vocab_rows, lambda token: is_accepted(lambda: self._probe(token)))
         check_rotation(self.name, url, config, self.context)
         if config.head_bias:  # of vLLM 0.32, models/phimoe.py, which has the bias and gives its logits none
             print_status(
@@ -174,6 +184,7 @@ class VLLMServer(GroupServer):
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "allowed_token_ids": None if sampling.allowed_ids is None else list(sampling.allowed_ids),
+            "logit_bias": self._padding or None,
             "seed": continuation.seed,
             "stop_token_ids": sorted(request.stop_ids),
             "ignore_eos": True,  # the request names every token that ends its answers

@@ -11,7 +11,8 @@ import torch
 
 from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_adapter, resolve_adapter
 from danlu.adapters.peft_folder import section_of, write_adapter
-from danlu.adapters.targets import by_pattern, select, unmatched
+from danlu.adapters.targets import ROW_GROUPS, by_pattern, select, unmatched
+from danlu.adapters.token_rows import KEY as ROWS
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import adapters_of
 from danlu.core.errors import RecipeError
@@ -30,9 +31,10 @@ _NAME = "made"  # of each adapter while it is written; a part of the names that 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
-def proxy_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
+def proxy_section(section: Any, config: ModelConfig, small: ModelConfig, rows: Sequence[str] = ()) -> Any:
     """An adapter's section for the small model of a config: small sizes, and layers that it has.
 
+    rows: names of tokens of the small model with rows that a new adapter trains.
     Its scale (alpha / rank) stays. Raises RecipeError for targets that no layer of the large model has.
     """
     section = _on_layers(section, config, small)
@@ -43,7 +45,7 @@ def proxy_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
             return section.model_copy(
                 update={
                     "rank": rank,
-                    "trainable_tokens": [],
+                    "trainable_tokens": list(rows),
                     "alpha": section.alpha * ratio,
                     "rank_pattern": {name: min(rank, RANK + 2) for name, rank in section.rank_pattern.items()},
                     "alpha_pattern": {name: alpha * ratio for name, alpha in section.alpha_pattern.items()},
@@ -81,12 +83,31 @@ def proxy_adapter_folders(
     for adapter in (adapter for path in paths for adapter in adapter_stack(path)):
         if adapter.path.resolve() not in written:
             section = section_of(large, open_adapter(adapter.path))
+            small = load(base).config
+            token_ids = row_tokens(small) if adapter.values.get(ROWS) else []
             below = [str(written[resolve_adapter(path).resolve()]) for path in adapter.below]
             target = folder / f"{len(written)}-{_named(adapter)}"
-            _write(proxy_section(section, config, load(base).config), small_base, target, below, seed)
+            _write(proxy_section(section, config, small), small_base, target, below, seed, token_ids)
             written[adapter.path.resolve()] = target
             kinds.append(section.kind)
     return [str(written[resolve_adapter(path).resolve()]) for path in paths], " and ".join(kinds)
+
+
+def row_tokens(config: ModelConfig) -> list[int]:
+    """The tokens of a small model with rows of their own: one at each end of the vocabulary and one between, so that
+    processes which cut it have different ones."""
+    return sorted({1, config.vocab_size // 2, config.vocab_size - 1})
+
+
+def write_numbers_tokenizer(folder: Path, vocab_size: int) -> Path:
+    """Writes a tokenizer with the tokens "0", "1", ..., by which a recipe names rows; returns its folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir(parents=True)
+    numbers = {str(token): token for token in range(vocab_size)}
+    Tokenizer(WordLevel(numbers, unk_token="0")).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def _named(folder: AdapterFolder) -> str:
@@ -95,10 +116,10 @@ def _named(folder: AdapterFolder) -> str:
 
 
 @torch.no_grad()
-def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: int) -> None:
+def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: int, token_ids: Sequence[int]) -> None:
     """Writes an adapter of a small base, with random numbers as after training; it is initialized alone on the base."""
     adapters = adapters_of(load(base.folder), seed=seed)
-    adapters.add(_NAME, section, check_ranks=False)
+    adapters.add(_NAME, section, token_ids=dict.fromkeys(ROW_GROUPS, token_ids), check_ranks=False)
     adapters.train_only(_NAME)
     for name, parameter in adapters.tensors(_NAME).items():
         if parameter.requires_grad:

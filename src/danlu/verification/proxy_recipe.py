@@ -13,7 +13,13 @@ from danlu.planning.activation_memory import ActivationPlan, activation_bytes
 from danlu.planning.batch_shape import BatchShape, RankShare
 from danlu.planning.pipeline_split import num_chunks
 from danlu.recipe import Recipe, sections
-from danlu.verification.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
+from danlu.verification.proxy_adapters import (
+    RANK,
+    proxy_adapter_folders,
+    proxy_section,
+    row_tokens,
+    write_numbers_tokenizer,
+)
 from danlu.verification.proxy_model import MAX_LENGTH, proxy_config
 from danlu.verification.role_proxies import (
     proxy_reference,
@@ -84,10 +90,15 @@ def proxy_recipe(
         "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
     }
     if recipe.model.path is not None or recipe.stage in _STAGES_THAT_READ_THE_POLICY:
-        write_model(small, folder / "model", recipe.seed)
         start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None, "tokens": []}
-        if recipe.adapter is not None and (recipe.model.tokens or getattr(recipe.adapter, "trainable_tokens", [])):
-            notes.append("rows of single tokens, which the adapter has of its own, are not among what is compared")
+        tokenizer = None
+        if isinstance(recipe.adapter, sections.LowRank) and (recipe.model.tokens or recipe.adapter.trainable_tokens):
+            tokenizer = write_numbers_tokenizer(folder / "tokenizer", small.vocab_size)
+            rows = [str(token) for token in row_tokens(small)]
+            changes["adapter"] = proxy_section(recipe.adapter, config, small, rows)
+            start["tokenizer"] = None
+            notes.append(f"rows of single tokens: {len(rows)} of the small model's")
+        write_model(small, folder / "model", recipe.seed, tokenizer_from=tokenizer)
         if recipe.model.adapters:
             start["adapters"], kinds = proxy_adapter_folders(
                 recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed

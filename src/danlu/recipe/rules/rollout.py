@@ -36,12 +36,7 @@ def engine_is_possible(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine
-    if recipe.model.tokens:
-        message = (
-            f"engine {name} serves a model without rows for model.tokens, and takes weights of its own shapes alone. "
-            "Use engine: embedded, or train the tokens first (stage sft) and serve the model that comes of it"
-        )
-        yield Problem("rollout.engine", message, reads=("model.tokens",))
+    yield from _servers_take_rows(recipe)
     yield from _servers_have_addresses(section)
     if section.routing_replay and name in ("vllm", "sglang"):
         message = (
@@ -50,6 +45,26 @@ def engine_is_possible(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem("rollout.routing_replay", message, reads=("rollout.engine",))
     yield from _hand_over_is_possible(recipe)
+
+
+def _servers_take_rows(recipe: Recipe) -> Iterator[Problem]:
+    """Rows of new tokens are handed over with all weights, or in an adapter to danlu's own server."""
+    name, adapter = recipe.rollout.engine, recipe.adapter
+    named = [*(token.text for token in recipe.model.tokens), *getattr(adapter, "trainable_tokens", ())]
+    if name == "sglang" and recipe.model.tokens:
+        message = (
+            "sglang draws from rows that no token has, as a base with rows for model.tokens may. Use engine: embedded, "
+            "vllm (without an adapter) or http with danlu serve --rollouts"
+        )
+        yield Problem("rollout.engine", message, reads=("model.tokens",))
+    elif name in ("vllm", "sglang") and adapter is not None and named:
+        key = "model.tokens" if recipe.model.tokens else "adapter.trainable_tokens"
+        message = (
+            f"{name} takes the factors of an adapter, and no rows of single tokens, which {key} trains. Use engine: "
+            "embedded, or http with danlu serve --rollouts; or train the tokens first (stage sft), merge the adapter "
+            "(danlu merge), and serve and train the result without them"
+        )
+        yield Problem("rollout.engine", message, reads=(key, "adapter.kind"))
 
 
 def _servers_have_addresses(section: Rollout) -> Iterator[Problem]:
