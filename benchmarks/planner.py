@@ -1,0 +1,136 @@
+"""Published measurements of memory and speed: which rows count, why others do not, and the errors of rules of thumb.
+
+    python benchmarks/planner.py [--rows CSV] [--configs DIR] --list
+    python benchmarks/planner.py [--rows CSV] [--configs DIR] --check
+
+`--list` prints by source the rows that count and the reasons of the others, and how far the rules of thumb that people
+use are off: 16 bytes a parameter and 34sbh for memory, and a constant MFU, which is that of other cards, or other
+sources, than the row's own. `--check` counts the parameters of every model and compares them with the published ones.
+
+The table is measurements/published_measurements.csv of the data folder: DANLU_SHARED_DATA names it, or it is
+../shared/data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from planner.architectures import Architecture, read_architectures
+from planner.baselines import Errors, constant_mfu, thumb_memory
+from planner.engines import read_engines
+from planner.published_cards import card
+from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
+
+DATA = Path(os.environ.get("DANLU_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=DATA / "measurements" / "published_measurements.csv")
+    parser.add_argument("--configs", type=Path, default=DATA / "configs", help="folders with a config.json each")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="rows by source, and the errors of rules of thumb")
+    what.add_argument("--check", action="store_true", help="parameters of every model beside the published ones")
+    options = parser.parse_args()
+    for path in (options.rows, options.configs):
+        if not path.exists():
+            parser.error(f"{path} does not exist: name it, or the data folder in DANLU_SHARED_DATA")
+    architectures = read_architectures(options.configs)
+    if options.check:
+        return check_parameters(options.rows, architectures)
+    rows = read_rows(options.rows, architectures, read_engines())
+    list_rows(rows)
+    thumb_errors([row.run for row in rows if row.run is not None])
+    return 0
+
+
+def list_rows(rows: list[Row]) -> None:
+    """Prints rows by source: how many count for memory and for speed, and the reasons of those that do not."""
+    for what, reason_of in (("memory", lambda row: row.memory_left_out), ("speed", lambda row: row.speed_left_out)):
+        candidates = [row for row in rows if reason_of(row) is not LeftOut.NO_FIGURE]
+        used = sum(reason_of(row) is None for row in candidates)
+        print(f"\n## {what}: {used} of {len(candidates)} rows count\n")
+        print("| source | count | left out | why |\n|---|---|---|---|")
+        by_source: dict[str, list[Row]] = defaultdict(list)
+        for row in candidates:
+            by_source[row.source].append(row)
+        for source, group in by_source.items():
+            reasons = Counter(reason for row in group if (reason := reason_of(row)) is not None)
+            why = "; ".join(f"{count} {reason.value}" for reason, count in reasons.most_common())
+            print(f"| {source} | {len(group) - reasons.total()} | {reasons.total()} | {why} |")
+
+
+def thumb_errors(runs: list[PublishedRun]) -> None:
+    """Prints the errors of rules of thumb over the rows that count, by source."""
+    memory = [run for run in runs if run.memory_left_out is None]
+    print("\n## Memory by 16 bytes a parameter and 34sbh\n")
+    _table([(run, thumb_memory(run), run.memory.bytes) for run in memory if run.memory is not None])
+    too_large = [run for run in runs if run.memory_left_out is LeftOut.OUT_OF_MEMORY and run.card is not None]
+    seen = sum(thumb_memory(run) > card(run.card).memory_bytes for run in too_large)
+    print(f"\nOf {len(too_large)} runs that did not fit, it says so of {seen}.")
+    speed = [run for run in runs if run.speed_left_out is None]
+    for name, groups, held_out in (
+        ("other cards of all engines", lambda run: "", lambda run: run.card),
+        ("other cards of the same engine", lambda run: run.engine, lambda run: run.card),
+        ("other engines", lambda run: "", lambda run: run.engine),
+    ):
+        print(f"\n## Speed by one MFU: the median of the {name}\n")
+        predicted = constant_mfu(speed, held_out, groups)
+        _table(
+            [(run, tokens, run.speed.tokens_per_s) for run, tokens in zip(speed, predicted, strict=True) if run.speed]
+        )
+
+
+def _table(results: Iterable[tuple[PublishedRun, float | None, float]]) -> None:
+    """Prints median, 90th percentile and worst error, and the signed median, by engine and over all."""
+    results = list(results)
+    print("| engine | rows | median | 90th | worst | signed |\n|---|---|---|---|---|---|")
+    groups: dict[str, list[tuple[float | None, float]]] = defaultdict(list)
+    for run, predicted, measured in results:
+        groups[run.engine].append((predicted, measured))
+        groups["all"].append((predicted, measured))
+    for engine, pairs in sorted(groups.items(), key=lambda item: item[0] == "all"):
+        errors = Errors.of(pairs)
+        if errors is not None:
+            print(
+                f"| {engine} | {errors.rows} | {errors.median:.1%} | {errors.ninetieth:.1%} | {errors.worst:.1%} "
+                f"| {errors.signed:+.1%} |"
+            )
+
+
+def check_parameters(path: Path, architectures: dict[str, Architecture]) -> int:
+    """Prints counted beside published parameters; 1 where one differs by more than the published digits allow."""
+    print("| model | length | counted | published | difference |\n|---|---|---|---|---|")
+    seen, wrong = set(), 0
+    with path.open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            shape = architecture_of(cells, architectures)
+            if shape is None or not cells["params"] or (shape, cells["params"]) in seen:
+                continue
+            seen.add((shape, cells["params"]))
+            published = round(float(cells["params"]))
+            allowed = rounding(published)
+            differs = abs(shape.parameters - published) > allowed
+            wrong += differs
+            mark = " WRONG" if differs else ""
+            print(
+                f"| {cells['model']} | {cells['seq_len']} | {shape.parameters:,} | {published:,} "
+                f"| {shape.parameters - published:+,}{mark} |"
+            )
+    return 1 if wrong else 0
+
+
+def rounding(published: int) -> float:
+    """Half of the last digit that a published count has, as 1.84 billion has hundredths; 0 of an exact count."""
+    digits = len(str(published)) - len(str(published).rstrip("0"))
+    return 0 if digits < 5 else 10**digits / 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

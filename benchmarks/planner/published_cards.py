@@ -1,0 +1,39 @@
+"""Cards that published runs were made on, as danlu's table of cards has them or as their source describes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from danlu.planning.cards import Card, find_card
+
+_NAMES = (
+    (r"a100[-_ ]?40", "A100-40G"),
+    (r"a100[-_ ]?80", "A100-80G"),
+    (r"h100[-_ ]?96", "H100-96G"),
+    (r"h100[-_ ]?80", "H100-80G"),
+    (r"b200.*h200", None),  # the table of the source names another card than its text
+    (r"h200", "H200-141G"),
+    (r"b200.*power", "B200-180G-limited"),
+    (r"b200", "B200-180G"),
+    (r"4090", "RTX4090-24G"),
+    (r"a6000", "A6000-48G"),
+)
+
+
+def card_name(text: str) -> str | None:
+    """The card that a cell names; None where it names none, or two."""
+    return next((name for pattern, name in _NAMES if re.search(pattern, text.lower())), None)
+
+
+def card(name: str) -> Card:
+    """A card by a name that `card_name` gives."""
+    if name == "H100-96G":
+        # pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md@31a17bfd: 96 GB of HBM2e at 2.4 TB/s, 500 W;
+        # its peak lies between those of SXM and NVL, and that of SXM is what its MFU is computed with.
+        return replace(card("H100-80G"), name=name, memory_bytes=round(95.0 * 2**30), bandwidth=2.4e12)
+    if name == "B200-180G-limited":
+        return replace(card("B200-180G"), name=name)  # by how much its power is limited is not said
+    found = find_card(name)
+    assert isinstance(found, Card), found
+    return found
