@@ -18,11 +18,11 @@ import csv
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from planner.architectures import Architecture, read_architectures
-from planner.baselines import Errors, constant_mfu, thumb_memory
+from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
 from planner.engines import read_engines
 from planner.published_cards import card
 from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
@@ -44,9 +44,16 @@ def main() -> int:
     architectures = read_architectures(options.configs)
     if options.check:
         return check_parameters(options.rows, architectures)
-    rows = read_rows(options.rows, architectures, read_engines())
+    try:
+        rows = read_rows(options.rows, architectures, read_engines())
+    except ValueError as error:
+        parser.error(str(error))
     list_rows(rows)
-    thumb_errors([row.run for row in rows if row.run is not None])
+    runs = [row.run for row in rows if row.run is not None]
+    print("\n## 16 bytes a parameter and 34sbh")
+    print_errors(runs, rule_of_thumb)
+    print("\n## One MFU for all")
+    print_constant_mfu(runs)
     return 0
 
 
@@ -66,25 +73,34 @@ def list_rows(rows: list[Row]) -> None:
             print(f"| {source} | {len(group) - reasons.total()} | {reasons.total()} | {why} |")
 
 
-def thumb_errors(runs: list[PublishedRun]) -> None:
-    """Prints the errors of rules of thumb over the rows that count, by source."""
-    memory = [run for run in runs if run.memory_left_out is None]
-    print("\n## Memory by 16 bytes a parameter and 34sbh\n")
-    _table([(run, thumb_memory(run), run.memory.bytes) for run in memory if run.memory is not None])
-    too_large = [run for run in runs if run.memory_left_out is LeftOut.OUT_OF_MEMORY and run.card is not None]
-    seen = sum(thumb_memory(run) > card(run.card).memory_bytes for run in too_large)
-    print(f"\nOf {len(too_large)} runs that did not fit, it says so of {seen}.")
-    speed = [run for run in runs if run.speed_left_out is None]
-    for name, groups, held_out in (
+def print_errors(runs: list[PublishedRun], predict: Callable[[PublishedRun], Prediction]) -> None:
+    """Prints the errors of a predictor over the rows that count for memory, and over those that count for speed."""
+    memory = [run for run in runs if run.memory is not None and run.memory_left_out is None]
+    bytes_of = [(run, predict(run).memory_bytes, run.memory.bytes) for run in memory if run.memory is not None]
+    if any(predicted is not None for _, predicted, _ in bytes_of):
+        print("\n### Memory\n")
+        _table(bytes_of)
+        too_large = [run for run in runs if run.memory_left_out is LeftOut.OUT_OF_MEMORY and run.card is not None]
+        seen = sum((predict(run).memory_bytes or 0) > card(run.card).memory_bytes for run in too_large if run.card)
+        print(f"\nOf {len(too_large)} runs that did not fit, it says so of {seen}.")
+    timed = [run for run in runs if run.speed is not None and run.speed_left_out is None]
+    speeds = [(run, predict(run).tokens_per_s, run.speed.tokens_per_s) for run in timed if run.speed is not None]
+    if any(predicted is not None for _, predicted, _ in speeds):
+        print("\n### Speed\n")
+        _table(speeds)
+
+
+def print_constant_mfu(runs: list[PublishedRun]) -> None:
+    """Prints the errors of one MFU for all, learnt from runs of other cards and of other engines."""
+    timed = [run for run in runs if run.speed is not None and run.speed_left_out is None]
+    for name, within, held_out in (
         ("other cards of all engines", lambda run: "", lambda run: run.card),
         ("other cards of the same engine", lambda run: run.engine, lambda run: run.card),
         ("other engines", lambda run: "", lambda run: run.engine),
     ):
-        print(f"\n## Speed by one MFU: the median of the {name}\n")
-        predicted = constant_mfu(speed, held_out, groups)
-        _table(
-            [(run, tokens, run.speed.tokens_per_s) for run, tokens in zip(speed, predicted, strict=True) if run.speed]
-        )
+        print(f"\n### Speed: the median of the {name}\n")
+        predicted = constant_mfu(timed, held_out, within)
+        _table((run, tokens, run.speed.tokens_per_s) for run, tokens in zip(timed, predicted, strict=True) if run.speed)
 
 
 def _table(results: Iterable[tuple[PublishedRun, float | None, float]]) -> None:

@@ -40,8 +40,8 @@ def trained_parameters(run: PublishedRun) -> int:
     return adapter_parameters(shape, method.rank, method.targets) + whole
 
 
-def thumb_memory(run: PublishedRun) -> float:
-    """Bytes of one GPU by the rule of thumb."""
+def rule_of_thumb(run: PublishedRun) -> Prediction:
+    """Memory by 16 bytes a parameter and 34sbh; it says nothing of speed."""
     shape, layout = run.architecture, run.layout
     trained = trained_parameters(run)
     frozen = 0 if run.method.kind == "full" else shape.parameters
@@ -52,7 +52,7 @@ def thumb_memory(run: PublishedRun) -> float:
     layers = shape.layers / layout.pipeline
     kept = 34 * layers if run.recompute in ("none", "selective") else 2 * layers + 34
     in_flight = min(layout.pipeline, run.accumulation)
-    return states + kept * row * in_flight
+    return Prediction(states + kept * row * in_flight, None)
 
 
 def flops_per_token(run: PublishedRun) -> float:

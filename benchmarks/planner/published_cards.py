@@ -12,12 +12,15 @@ _NAMES = (
     (r"a100[-_ ]?80", "A100-80G"),
     (r"h100[-_ ]?96", "H100-96G"),
     (r"h100[-_ ]?80", "H100-80G"),
+    (r"gb200", "GB200-186G"),
     (r"b200.*h200", None),  # the table of the source names another card than its text
     (r"h200", "H200-141G"),
     (r"b200.*power", "B200-180G-limited"),
     (r"b200", "B200-180G"),
     (r"4090", "RTX4090-24G"),
     (r"a6000", "A6000-48G"),
+    (r"l40s", "L40S-48G"),
+    (r"mi300x", "MI300X-192G"),
 )
 
 

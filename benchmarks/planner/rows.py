@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,10 @@ from planner.engines import Engine
 from planner.published_cards import card_name
 
 GIB = 2**30
+
+
+Base = Literal["nf4", "nf4-dq", "int4-gptq", "int8"]
+"""Formats of a quantized base; nf4-dq quantizes the scales of nf4 too."""
 
 
 class LeftOut(Enum):
@@ -58,8 +62,8 @@ class Method:
     """Products with an adapter, by the names of `Architecture.products`; None where neither row nor engine says."""
     trained: tuple[Literal["embedding", "head"], ...] = ()
     """Whole matrices that are trained besides the adapter."""
-    base: Literal["nf4", "nf4-dq", "int4-gptq", "int8"] | None = None
-    """The format of the frozen base where it is quantized; nf4-dq quantizes its scales too."""
+    base: Base | None = None
+    """The format of the frozen base where it is quantized."""
 
 
 @dataclass(frozen=True)
@@ -344,11 +348,11 @@ def _method(cells: Mapping[str, str], engine: Engine | None) -> Method | None:
     rank = int(found[2]) if found[2] else None
     named = re.search(r"\((q,v);", text)
     targets = tuple(named[1].split(",")) if named else engine.adapter_targets if engine else None
-    base = next((kind for kind in ("nf4-dq", "nf4") if kind in precision), None)
+    base: Base | None = "nf4-dq" if "nf4-dq" in precision else "nf4" if "nf4" in precision else None
     if found[1]:
         base = "int4-gptq" if "GPTQ" in text else base or (engine.quantized_base if engine else None)
-    trained = ("embedding", "head") if "trainable embedding" in text else ()
-    return Method("qlora" if base else "lora", rank, targets, trained, base)
+    method = Method("qlora" if base else "lora", rank, targets, base=base)
+    return replace(method, trained=("embedding", "head")) if "trainable embedding" in text else method
 
 
 def _precision(cells: Mapping[str, str], engine: Engine, method: Method) -> Precision:
