@@ -12,7 +12,7 @@ import pytest
 from builders.tiny_world import World, danlu, differences, metrics
 
 from danlu.recipe import load
-from danlu.run.meta_model import preview_parameters
+from danlu.run.preview_model import preview_parameters
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 

@@ -45,7 +45,7 @@ from danlu.planning.batch_shape import BatchShape
 from danlu.planning.device_map import Device
 from danlu.planning.layer_graph import LayerGraph
 from danlu.recipe import Recipe, load, sections
-from danlu.run import meta_model, train
+from danlu.run import preview_model, train
 from danlu.run.memory_preview import estimate_from_config
 from danlu.run.memory_report import MemoryReport
 from danlu.stages.builder import placed_decoder
@@ -384,7 +384,7 @@ def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_worl
     changes = {"stage": "reward", "batch": {"sequences": None, "rows": 2, "micro": 1}}
     recipe = recipe_of(tiny_world, tmp_path, changes)
     told = TokenizerInfo(400, None, None, None, ())
-    config = meta_model.config_of(recipe, told)
+    config = preview_model.config_of(recipe, told)
     assert config is not None and config.task == "sequence-classification"
     held = placed_of(recipe, config)
     optimizer = optimizer_of(held.parameters(), recipe, CPU)

@@ -14,7 +14,7 @@ from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import parameter_shapes
 from danlu.recipe import load
 from danlu.run.memory_preview import preview_lines
-from danlu.run.meta_model import config_of, preview_parameters
+from danlu.run.preview_model import config_of, preview_parameters
 
 ACCEPTED: dict[str, int] = {
     "Gemma-2-2b": 8192,

@@ -194,7 +194,7 @@ def _summary(
 def _write_model_and_memory(out: PlainWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
     # Here: it loads torch, seconds in which all the rest can be read.
     from danlu.run.memory_preview import preview_lines
-    from danlu.run.meta_model import preview_parameters
+    from danlu.run.preview_model import preview_parameters
 
     if (counted := preview_parameters(recipe, tokenizer)) is not None:
         out.heading("model")

@@ -64,19 +64,22 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
     planned: makes the plan of kind `planned`, from measurements that only the caller can take
         (`memory.recompute_planner`).
     """
-    layers = [int(name) for name in model.layers]
-    match section.kind:
-        case "planned":
-            assert planned is not None, "a plan from measurements needs them"
-            return list(planned())
-        case "every":
-            size = section.layers or max(1, round(math.sqrt(len(layers))))
-            # No segment goes beyond a chunk of a pipeline: what comes next in the model is in another forward pass.
-            chunks = [model.chunks.layers[chunk] for chunk in model.chunks.local]
-            segments = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
-            return [LayerPlan(layer, "full", number) for number, own in enumerate(segments) for layer in own]
-        case kind:
-            return [LayerPlan(layer, kind) for layer in layers]
+    if section.kind == "planned":
+        assert planned is not None, "a plan from measurements needs them"
+        return list(planned())
+    chunks = [model.chunks.layers[chunk] for chunk in model.chunks.local]
+    return plan_of_layers(section, [int(name) for name in model.layers], chunks)
+
+
+def plan_of_layers(section: Recompute, layers: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[LayerPlan]:
+    """The plan of a section that needs no measurements. chunks: the layers of each chunk of a pipeline that is here."""
+    if section.kind != "every":
+        kind: Kind = section.kind  # type: ignore[assignment]
+        return [LayerPlan(layer, kind) for layer in layers]
+    size = section.layers or max(1, round(math.sqrt(len(layers))))
+    # No segment goes beyond a chunk of a pipeline: what comes next in the model is in another forward pass.
+    segments = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
+    return [LayerPlan(layer, "full", number) for number, own in enumerate(segments) for layer in own]
 
 
 def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:

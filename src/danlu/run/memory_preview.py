@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from danlu.assembly.devices import device_map_of
 from danlu.assembly.memory_estimate import (
@@ -18,30 +16,27 @@ from danlu.assembly.memory_estimate import (
     expected_lines,
     find_micro_batch,
     gathered_at_a_time,
-    gathered_element_bytes,
     stage_config,
     with_devices,
 )
-from danlu.assembly.parameters import kept_whole
+from danlu.assembly.parameters import own_name
 from danlu.assembly.recipe_adapters import base_config
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import MemoryParts
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.memory.recompute import plan_of
+from danlu.memory.recompute import LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks, DeviceMap
-from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder
-from danlu.models.loading import meta_decoder
-from danlu.optim.build import build as build_optimizer
+from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes
 from danlu.parallel.comm import Group
-from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Pipeline
 from danlu.planning.device_map import device_map_problems
+from danlu.planning.model_tensors import ModelTensor, ModelTensors, frozen_tensors
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_share
-from danlu.run.meta_model import MetaModel, config_of, frozen_parameter_bytes, meta_model
+from danlu.run.preview_model import config_of, tensors_of
 from danlu.stages.protocols import frozen_models
 from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
@@ -87,43 +82,43 @@ def estimate_from_config(
     config, first = _of_first_stage(recipe, config)
     if wrong := [*device_map_problems(recipe.parallel.device_map, config)]:
         raise RecipeError(wrong)
-    meta = meta_model(recipe, config)
-    whole = kept_whole(meta.model)
+    policy = tensors_of(recipe, config)
     shards = 1 if recipe.parallel.shard == "none" else layout.shard * layout.context
-    tensor, experts = layout.tensor, expert_names(meta.model)
+    tensor = layout.tensor
 
-    def cut(name: str, size: int) -> int:
-        """The size of a parameter of `size` bytes before data ranks that have the same shard divide it."""
-        return size // (tensor * (layout.expert if name in experts else 1))
+    def cut(of: ModelTensor, size: int) -> int:
+        """The size of a tensor of `size` bytes before data ranks that have the same shard divide it."""
+        return size // (tensor * (layout.expert if of.of_experts else 1))
 
-    def shards_of(name: str) -> int:
+    def shards_of(of: ModelTensor) -> int:
         """The number of data ranks that shard it: for experts those that have the same ones."""
-        return shards // layout.expert if name in experts and shards > 1 else shards
+        return shards // layout.expert if of.of_experts and shards > 1 else shards
 
-    def local(name: str, size: int) -> int:
-        """One process's bytes of a parameter of `size` bytes."""
-        return size if name in whole else -(-cut(name, size) // shards_of(name))
+    def local(of: ModelTensor, size: int) -> int:
+        """One process's bytes of a tensor of `size` bytes."""
+        return size if of.is_whole else -(-cut(of, size) // shards_of(of))
 
     frozen_models = _frozen_models(recipe, config)
     frozen = sum(sum(of_model.values()) for _, of_model in frozen_models)
-    critic = _critic_pass(recipe, config, meta.model)
+    own_critic = own_config(recipe, config.vocab_size) if value_share(recipe) == "none" else None
+    critic = {} if own_critic is None else parameter_shapes(own_critic)
+    critic_bytes = sum(FLOAT32_BYTES * math.prod(shape) for shape in critic.values())
     judges = () if shards > 1 or tensor > 1 else shared_rewards(recipe)
-    weights = (sum(meta.replaced_bytes.values()) + frozen) // (shards * tensor) + own_reward_bytes(recipe, judges)
+    weights = (sum(policy.replaced.values()) + frozen) // (shards * tensor) + own_reward_bytes(recipe, judges)
+    weights += critic_bytes // (shards * tensor)
     gathered = {}
-    if meta.own_critic is not None:
-        weights += sum(parameter.nbytes for parameter in meta.own_critic.parameters()) // (shards * tensor)
-    for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
-        stored = meta.frozen_bytes.get(name, parameter.nbytes)
-        weights += local(name, stored)
-        if shards_of(name) > 1 and name not in whole and isinstance(parameter, nn.Parameter):
-            count, is_frozen = parameter.numel(), name in meta.frozen_bytes
-            size = stored if is_frozen else count * gathered_element_bytes(recipe, parameter)
-            gathered[name] = (cut(name, size), cut(name, count) if parameter.requires_grad else 0)
-    trained = sum(local(name, parameter.nbytes) for name, parameter in meta.trained)
+    for each in policy.tensors:
+        weights += local(each, each.bytes)
+        if shards_of(each) > 1 and not each.is_whole and each.is_parameter:
+            narrow = recipe.adapter is None
+            size = each.elements * activation_dtype(recipe.precision).itemsize if narrow else each.bytes
+            gathered[each.name] = (cut(each, size), cut(each, each.elements) if each.trained else 0)
+    trained = sum(local(each, each.bytes) for each in policy.tensors if each.trained) + critic_bytes
     average = trained if recipe.ema is not None else 0
-    optimizer = build_optimizer(meta.trained, _without_pages(recipe.optimizer))
-    ratio = trained / max(1, sum(parameter.nbytes for _, parameter in meta.trained))
-    gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.resident_state_bytes())
+    shapes = policy.trained | {own_name(name): shape for name, shape in critic.items()}
+    optimizer = optimizer_bytes(recipe.optimizer, shapes, paged=False)
+    ratio = trained / max(1, sum(FLOAT32_BYTES * math.prod(shape) for shape in shapes.values()))
+    gradients, state = int(ratio * optimizer.gradients), int(ratio * optimizer.resident)
     whole_parameters, whole_gradients = gathered_at_a_time(gathered, recipe.parallel)
     offloaded = 0
     offload = recipe.memory.offload
@@ -135,16 +130,15 @@ def estimate_from_config(
             offloaded, state = state, 0
     if isinstance(recipe.optimizer, sections.PagedAdamW):
         offloaded, state = offloaded + state, 0
-    section = recipe.memory.recompute
     fixed = MemoryParts(
-        weights=weights - min(weights, meta.adapter_bytes),
-        adapter=min(weights, meta.adapter_bytes),
+        weights=weights - min(weights, policy.adapter_bytes),
+        adapter=min(weights, policy.adapter_bytes),
         gradients=gradients + whole_gradients,
         optimizer=state,
         average=average,
         activations=0,
         logits=0,
-        packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe.precision).itemsize,
+        packed=_largest_workspace(policy, layout, device_type) * activation_dtype(recipe.precision).itemsize,
         gathered=whole_parameters,
         stash=0 if first is None else first.weight_delay * trained,
     )
@@ -152,39 +146,37 @@ def estimate_from_config(
         recipe,
         config,
         fixed,
-        plan=[] if section.kind == "planned" else plan_of(section, meta.model),
+        plan=_plan(recipe, config),
         micro=micro,
         device_type=device_type,
         offloaded_bytes=offloaded,
         processes=layout.world,
-        critic=critic,
+        critic=_critic_pass(recipe, config, own_critic),
         in_flight=1.0 if first is None else first.micro_batches_in_flight,
     ).with_activations()
     device_map = device_map_of(recipe.parallel.device_map, recipe.device, config)
     if device_map is None:
         return estimate
-    return with_devices(estimate, device_map, _bytes_by_device(recipe, meta, frozen_models, device_map))
+    return with_devices(estimate, device_map, _bytes_by_device(recipe, policy, frozen_models, device_map))
 
 
 def _bytes_by_device(
     recipe: Recipe,
-    meta: MetaModel,
+    policy: ModelTensors,
     frozen_models: Sequence[tuple[ModelConfig, Mapping[str, int]]],
     device_map: DeviceMap,
 ) -> BytesByDevice:
     """The bytes on each device of the policy and of frozen models, each given by (config, bytes by name)."""
     counted = BytesByDevice()
-    for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
-        counted.weights[device_map.of_parameter(name)] += meta.frozen_bytes.get(name, parameter.nbytes)
-    for name, size in meta.replaced_bytes.items():
+    for name, size in (*((each.name, each.bytes) for each in policy.tensors), *policy.replaced.items()):
         counted.weights[device_map.of_parameter(name)] += size
     for frozen_config, of_model in frozen_models:
         own = device_map_of(recipe.parallel.device_map, recipe.device, frozen_config, device_map.head)
         assert own is not None, "the recipe has a device map"
         for name, size in of_model.items():
             counted.weights[own.of_parameter(name)] += size
-    for name, parameter in meta.trained:
-        counted.trained[device_map.of_parameter(name)] += parameter.nbytes
+    for each in policy.tensors:
+        counted.trained[device_map.of_parameter(each.name)] += each.bytes * each.trained
     if recipe.adapter is not None:
         counted.adapter.update(counted.trained)
     return counted
@@ -195,7 +187,8 @@ def _frozen_models(recipe: Recipe, policy: ModelConfig) -> list[tuple[ModelConfi
     models = []
     for spec in frozen_models(STAGES[recipe.stage].models(recipe)).values():
         own = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
-        models.append((own, frozen_parameter_bytes(recipe, spec, own)))
+        in_float32 = spec.mixing is not None
+        models.append((own, frozen_tensors(own, recipe.precision, spec.quantization, in_float32=in_float32)))
     return models
 
 
@@ -215,32 +208,26 @@ def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, P
     return stage_config(config, chunks), first
 
 
-def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> CriticPass | None:
-    """The second pass with gradients that a model of values takes; policy: on the meta device."""
-    section, share = recipe.memory.recompute, value_share(recipe)
-    if share not in ("base", "none"):
+def _critic_pass(recipe: Recipe, policy: ModelConfig, own: ModelConfig | None) -> CriticPass | None:
+    """The second pass with gradients that a model of values takes; own: the config of one that is a whole decoder."""
+    if value_share(recipe) not in ("base", "none"):
         return None
-    critic = config if share == "base" else own_config(recipe, config.vocab_size)
-    model = policy if share == "base" else meta_decoder(critic)
-    return CriticPass(critic, [] if section.kind == "planned" else plan_of(section, model))
+    config = own or policy
+    return CriticPass(config, _plan(recipe, config))
 
 
-def _largest_workspace(meta: MetaModel, layout: Layout, device_type: str) -> int:
+def _plan(recipe: Recipe, config: ModelConfig) -> list[LayerPlan]:
+    """The recomputation of a model's layers; empty where it is not known before layers are measured."""
+    section, layers = recipe.memory.recompute, range(len(config.layers))
+    return [] if section.kind == "planned" else plan_of_layers(section, layers, [layers])
+
+
+def _largest_workspace(policy: ModelTensors, layout: Layout, device_type: str) -> int:
     """Elements of the largest dense tensor that is made of weights stored in fewer bytes than activations take: one
     matrix; for experts on a GPU all of a process."""
     counts = [0]
-    for name, parameter in meta.model.named_parameters():
-        count = parameter.numel()
-        if meta.frozen_bytes.get(name, 2 * count) < count * 1.5:
-            is_of_experts = parameter.ndim == 3
-            turns = 1 if not is_of_experts else len(parameter) if device_type == "cpu" else layout.expert
-            counts.append(count // (turns * layout.tensor))
+    for each in policy.tensors:
+        if each.is_parameter and not each.trained and each.bytes < each.elements * 1.5:
+            turns = 1 if not each.of_experts else each.shape[0] if device_type == "cpu" else layout.expert
+            counts.append(each.elements // (turns * layout.tensor))
     return max(counts)
-
-
-def _without_pages(section: Any) -> Any:
-    """A section of an optimizer with the same state, without a file for its pages."""
-    if not isinstance(section, sections.PagedAdamW):
-        return section
-    kind = sections.AdamW8bit if section.bits == 8 else sections.AdamW
-    return kind(learning_rate=section.learning_rate)

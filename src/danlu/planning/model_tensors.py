@@ -1,0 +1,177 @@
+"""The tensors of the policy that a recipe trains, from its config alone: shapes, stored bytes, what is trained.
+
+Imports no torch. Nothing is read but what the caller hands in of the base's folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
+from danlu.planning.activation_memory import packed_bytes
+from danlu.recipe import Recipe, sections
+from danlu.recipe.sections import QuantizationSection
+from danlu.recipe.value import VALUE, value_adapter
+
+FLOAT32_BYTES = 4
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
+"""Precision -> bytes of an activation; `auto` counts as bf16 where it has not been measured yet."""
+TRAINED = "default"
+"""The name of the trained adapter, as in PEFT."""
+_UNTRAINED = ("router.correction", "layer_scalar.weight")
+
+
+class StoredBase(NamedTuple):
+    """How the base's own folder stores its linear layers, where it has some of them in 4 bits."""
+
+    section: QuantizationSection | None = None
+    names: Collection[str] = ()
+    """The parameters that it has in 4 bits."""
+
+
+UNSTORED = StoredBase()
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of a model, of which each process may have a part."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    """Bytes of the whole tensor as it is stored."""
+    trained: bool
+    is_parameter: bool = True
+    """False for a buffer."""
+    of_adapter: bool = False
+    is_whole: bool = False
+    """Whether data ranks do not share it: weights of norms and routers, rows of tokens, and what adapters of several
+    layers have in common."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it has the experts of a layer in its first dimension."""
+        return is_stacked(self.name)
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of the model that is trained, with its adapters."""
+
+    tensors: tuple[ModelTensor, ...]
+    replaced: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of frozen parameters, by name, in the place of which trained copies stand (`modules_to_save`)."""
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of all trained parameters."""
+        return {each.name: each.shape for each in self.tensors if each.trained}
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the parameters of adapters and of trained copies."""
+        return sum(each.bytes for each in self.tensors if each.of_adapter and each.is_parameter)
+
+
+def policy_tensors(
+    recipe: Recipe, config: ModelConfig, stored: StoredBase = UNSTORED, token_ids: Sequence[int] = ()
+) -> ModelTensors:
+    """The tensors of the policy of a recipe.
+
+    token_ids: the tokens with rows that a new adapter trains. An adapter that is continued from files, and those below
+    the trained one, are left out. Raises RecipeError for an adapter that does not fit the model.
+    """
+    shapes = parameter_shapes(config)
+    if recipe.adapter is None:
+        return ModelTensors(
+            tuple(_float32(name, shape, trained=not name.endswith(_UNTRAINED)) for name, shape in shapes.items())
+        )
+    adapters = [] if isinstance(recipe.adapter, sections.Continue) else [*_adapter_tensors(recipe, config, token_ids)]
+    copies = {each.name: each for each in adapters if each.name in shapes or each.name == "lm_head.weight"}
+    section, linears = recipe.quantization, _linears(config) - copies.keys()
+    if stored.section is not None:
+        section, linears = stored.section, linears & set(stored.names)
+    element_bytes = ELEMENT_BYTES[recipe.precision]
+    base = []
+    for name, shape in shapes.items():
+        if name in copies:
+            base.append(copies[name])
+        elif name in linears and section is not None:
+            base.append(ModelTensor(name, shape, packed_bytes(shape, section), False, is_whole=_is_whole(name)))
+        else:
+            frozen = _float32(name, shape, trained=False)
+            narrow = is_matrix(name, len(shape))
+            base.append(replace(frozen, bytes=frozen.elements * element_bytes) if narrow else frozen)
+    replaced = {name: FLOAT32_BYTES * copy.elements for name, copy in copies.items() if name in shapes}
+    return ModelTensors((*base, *(each for each in adapters if each.name not in shapes)), replaced)
+
+
+def _float32(name: str, shape: tuple[int, ...], *, trained: bool) -> ModelTensor:
+    return ModelTensor(name, shape, FLOAT32_BYTES * math.prod(shape), trained, is_whole=_is_whole(name))
+
+
+def _is_whole(name: str) -> bool:
+    owner = name.rpartition(".")[0]
+    return owner.rpartition(".")[2].endswith("norm") or is_of_router(name)
+
+
+def _linears(config: ModelConfig) -> set[str]:
+    """Names of the weights of linear layers, those of experts included, which quantization packs."""
+    from danlu.models.sites import sites_of
+
+    return {f"{site.name}.weight" for site in sites_of(config) if site.layer is not None}
+
+
+def _adapter_tensors(recipe: Recipe, config: ModelConfig, token_ids: Sequence[int]) -> Iterator[ModelTensor]:
+    """The tensors of the adapter that is trained, and of that of a model of values on the same base."""
+    # A run without an adapter loads none of these.
+    from danlu.adapters.shapes import shapes_of_adapter
+    from danlu.adapters.targets import ROW_GROUPS
+    from danlu.models.sites import adapter_name, sites_of
+
+    sites, shapes = sites_of(config), parameter_shapes(config)
+    tied = config.task == "causal-lm" and config.tie_word_embeddings
+    for name, section in ((TRAINED, recipe.adapter), (VALUE, value_adapter(recipe))):
+        if section is None:
+            continue
+        ids = dict.fromkeys(ROW_GROUPS, token_ids if name == TRAINED else ())
+        tensors = shapes_of_adapter(
+            name, section, sites, shapes, hf_name=lambda each: adapter_name(each, config), tied=tied, token_ids=ids
+        )
+        for place, tensor in tensors.items():
+            yield ModelTensor(
+                place,
+                tensor.shape,
+                tensor.bytes,
+                tensor.trained,
+                is_parameter=not tensor.is_buffer,
+                of_adapter=True,
+                is_whole=place.endswith(".token_rows") or ".projection." in place or _is_whole(place),
+            )
+
+
+def frozen_tensors(
+    config: ModelConfig, precision: str, section: QuantizationSection | None, *, in_float32: bool
+) -> dict[str, int]:
+    """Name -> bytes of each parameter of a frozen model without adapters.
+
+    section: packs its linear layers. in_float32: whether all others are kept in float32, as those that follow the
+    policy's are.
+    """
+    linears = _linears(config) if section is not None else set[str]()
+    sizes = {}
+    for name, shape in parameter_shapes(config).items():
+        if section is not None and name in linears:
+            sizes[name] = packed_bytes(shape, section)
+        else:
+            narrow = is_matrix(name, len(shape)) and not in_float32
+            sizes[name] = math.prod(shape) * (ELEMENT_BYTES[precision] if narrow else FLOAT32_BYTES)
+    return sizes
