@@ -161,7 +161,7 @@ CASES = [
         "objective of TRL's name",
         TRAIN,
         2,
-        ("error: r.yaml:", "objective.0.kind: unknown kind 'nca_pair'. Did you mean 'nca'?"),
+        ("error: r.yaml:", "objective.0.kind: unknown kind 'nca_pair'. Write objective.kind: nca"),
         stage("dpo", GOOD, objective="nca_pair"),
     ),
     Case(

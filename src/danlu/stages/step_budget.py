@@ -139,10 +139,15 @@ class DecoderBudget:
         counted, policy = run.learner.activations, self.policy
         assert counted is not None, "there is nothing to tell where activations were not counted"
         average = 0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values())
+        is_language_model = policy.model.config.task == "causal-lm"
+        # No operation saves the final hidden states, those of targets, and the gradient of these.
+        states = (
+            3 * counted.targets * policy.model.config.hidden_size * policy.dtype.itemsize if is_language_model else 0
+        )
         return replace(
             self._resident(run.learner.weights(), run.optimizer, average),
-            activations=round(counted.peak_bytes * policy.parallel.micro_batches_in_flight),
-            logits=0 if policy.model.config.task != "causal-lm" else self._logits_bytes(counted.targets),
+            activations=round(counted.peak_bytes * policy.parallel.micro_batches_in_flight) + states,
+            logits=self._logits_bytes(counted.targets) if is_language_model else 0,
             packed=dense_workspace_bytes(),
         )
 
