@@ -17,7 +17,8 @@ KEYS = frozenset(
      "limit_all_gathers", "selective_recompute", "full_recompute", "recompute", "compile_unit", "logits",
      "sequence_parallel", "pipeline_micro_batches", "attention", "float8", "mfu_peak", "mfu_flops", "network",
      "norm_type", "micro_batch", "lengths", "deepspeed", "zero", "zero_buckets", "adapter_targets",
-     "fused_adapters", "trained_copies", "quantized_base", "validation", "b200_model"}
+     "fused_adapters", "trained_copies", "quantized_base", "validation", "b200", "memory_sum",
+     "optimizer_in_backward", "accumulation", "unpacked"}
 )
 # fmt: on
 """What a habit can be of."""
@@ -38,6 +39,10 @@ class Engine:
     def value(self, key: str, default: Any = None) -> Any:
         assert key in KEYS, f"{key} is no habit"
         return self.habits[key].value if key in self.habits else default
+
+    def is_stated(self, key: str) -> bool:
+        """Whether a file of the engine says the value of a habit: it is known, and not inferred from figures."""
+        return self.value(key, "unstated") != "unstated" and "inferred" not in self.habits[key].source
 
     @property
     def memory_kind(self) -> Literal["allocated", "active", "reserved", "device", "unstated"]:

@@ -33,8 +33,10 @@ def card(name: str) -> Card:
     """A card by a name that `card_name` gives."""
     if name == "H100-96G":
         # pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md@31a17bfd: 96 GB of HBM2e at 2.4 TB/s, 500 W;
-        # its peak lies between those of SXM and NVL, and that of SXM is what its MFU is computed with.
-        return replace(card("H100-80G"), name=name, memory_bytes=round(95.0 * 2**30), bandwidth=2.4e12)
+        # its peak lies between those of SXM and NVL, and that of SXM is what its MFU is computed with. Memory is as
+        # much as of another card of 96 GB.
+        memory = card("H20-96G").memory_bytes
+        return replace(card("H100-80G"), name=name, memory_bytes=memory, bandwidth=2.4e12)
     if name == "B200-180G-limited":
         return replace(card("B200-180G"), name=name)  # by how much its power is limited is not said
     found = find_card(name)

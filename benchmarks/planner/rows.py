@@ -4,8 +4,8 @@ The columns are those of the data folder's `measurements/published_measurements.
 the text of a cell decides, so that a table with other rows of the same columns is read in the same way. Importing this
 imports no torch.
 
-Memory is bytes of one GPU. A number that the source prints as GB or G without saying which is taken as GiB, as the
-table's compiler did; `Memory.unit_is_certain` is false then.
+Memory is bytes of one GPU. A number that the source prints as GB or G is in the unit that its engine counts in, or GiB
+where that is not known; `Memory.unit_is_certain` is false where no file of the engine says the unit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Literal
 
 from planner.architectures import Architecture
 from planner.engines import Engine
-from planner.published_cards import card_name
+from planner.published_cards import card, card_name
 
 GIB = 2**30
+_UNITS = {"GiB": GIB, "MiB": 2**20}
 
 
 Base = Literal["nf4", "nf4-dq", "int4-gptq", "int8"]
@@ -201,7 +202,7 @@ def _row(cells: Mapping[str, str], architectures: Mapping[str, Architecture], en
     architecture = architecture_of(cells, architectures)
     memory, speed = _memory(cells, engine), _speed(cells)
     missing = list(_missing(cells, architecture, engine))
-    memory_reasons, speed_reasons = _reasons(cells, missing, engine, speed)
+    memory_reasons, speed_reasons = _reasons(cells, missing, engine, memory, speed)
     memory_out = memory_reasons[0] if memory_reasons else None
     speed_out = speed_reasons[0] if speed_reasons else None
     run = None
@@ -211,19 +212,26 @@ def _row(cells: Mapping[str, str], architectures: Mapping[str, Architecture], en
 
 
 def _reasons(
-    cells: Mapping[str, str], missing: list[LeftOut], engine: Engine | None, speed: Speed | None
+    cells: Mapping[str, str],
+    missing: list[LeftOut],
+    engine: Engine | None,
+    memory_figure: Memory | None,
+    speed: Speed | None,
 ) -> tuple[list[LeftOut], list[LeftOut]]:
     """All reasons to leave a row out for memory, and for speed; the first is the one to name."""
     unusable = _unusable(cells)
     memory = [unusable] if unusable else [*missing]
     timed = [unusable] if unusable else [*missing]
+    name = card_name(cells["gpu"])
+    if memory_figure is not None and name is not None and memory_figure.bytes > card(name).memory_bytes:
+        memory.insert(0, LeftOut.CONTRADICTORY)
     if not _optimizer(cells, engine):
         memory.append(LeftOut.NO_OPTIMIZER)
     if speed is None:
         timed.append(LeftOut.NO_TOKENS)
     if _lengths(cells) == "longest":
         timed.append(LeftOut.LONGEST)
-    if card_name(cells["gpu"]) is None:
+    if name is None:
         timed.append(LeftOut.NO_CARD)
     if cells["kind"] == "measured" and not cells["measured_peak_GiB"]:
         memory.insert(0, LeftOut.NO_FIGURE)
@@ -431,12 +439,15 @@ def _product(numbers: Iterator[int]) -> int:
 def _memory(cells: Mapping[str, str], engine: Engine | None) -> Memory | None:
     if not cells["measured_peak_GiB"]:
         return None
+    # The column in GiB is the compiler's; what the source prints says more of its unit.
+    printed = re.match(r"([\d.]+) *(\w*)$", cells["mem_unit_as_published"])
+    number, unit = (float(printed[1]), printed[2]) if printed else (float(cells["measured_peak_GiB"]), "")
+    decimal = printed is not None and engine is not None and engine.memory_unit == "decimal"
+    amount = number * _UNITS.get(unit, 1e9 if decimal else GIB)
     summed = cells["mem_scope"] == "total over all GPUs"
-    amount = float(cells["measured_peak_GiB"]) * GIB / (int(cells["num_gpus"]) if summed else 1)
-    unit = cells["mem_unit_as_published"].split()[-1]
-    certain = unit in ("GiB", "MiB") or bool(engine and engine.memory_unit == "decimal")
+    certain = unit in _UNITS or (engine is not None and engine.is_stated("memory_unit"))
     kind = "active" if "ACTIVE" in cells["notes"] else engine.memory_kind if engine else "unstated"
-    return Memory(amount, kind, certain, summed)
+    return Memory(amount / (int(cells["num_gpus"]) if summed else 1), kind, certain, summed)
 
 
 def _has_speed(cells: Mapping[str, str]) -> bool:
