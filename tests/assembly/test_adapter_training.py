@@ -15,9 +15,9 @@ from builders.tiny_world import World
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.adapter_training import adapted_model, merged_model, write_result
 from danlu.assembly.base_model import Base
-from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import base_changes, base_identity
 from danlu.core.errors import ModelError
+from danlu.core.layer_types import TRAINED
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections

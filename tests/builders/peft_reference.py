@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from builders.family_values import GEMMA4
 from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.models.loading import load
@@ -40,14 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lm_head_bias": True,
     },
     "gemma4": {
-        "model_type": "gemma4_text",
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 6,
+        **GEMMA4,
         "enable_moe_block": True,
         "num_experts": 4,
         "top_k_experts": 2,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from builders.family_values import GEMMA2, GEMMA4
 from builders.generation import generate
 from builders.recompute import kept_bytes
 from builders.tiny_adapters import adapter_set, perturb
@@ -72,25 +73,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
     },
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "sliding_window": 6,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 12,
-        "tie_word_embeddings": True,
-    },
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 6,
-    },
+    "gemma2": GEMMA2,
+    "gemma4": GEMMA4,
     "cohere2": {
         "model_type": "cohere2",
         "sliding_window": 6,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from builders.family_values import GEMMA2
 
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
@@ -120,15 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
             "long_factor": [1, 2, 3, 4, 4, 5.5],
         },
     },
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "sliding_window": 6,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 12,
-        "tie_word_embeddings": True,
-    },
+    "gemma2": GEMMA2,
 }
 
 

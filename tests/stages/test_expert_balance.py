@@ -14,8 +14,8 @@ from torch import Tensor
 
 from danlu.assembly.frozen_base import quantize_stack, quantize_weight
 from danlu.assembly.parallelize import Placed, Subject
-from danlu.assembly.parameters import TRAINED
 from danlu.core.errors import RecipeError
+from danlu.core.layer_types import TRAINED
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.models.decoder import Decoder
 from danlu.models.layer_spec import Experts

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.family_values import GEMMA4
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.models.hf_config import read_config_values
@@ -35,12 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma": {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu"},
     "gemma4": {
-        "model_type": "gemma4_text",
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
+        **GEMMA4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 16,
         "tie_word_embeddings": True,

@@ -18,9 +18,9 @@ from danlu.adapters.token_rows import TokenRows
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, check_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
-from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import named_stack, open_named, recipe_base, take_last, trained_tokens
 from danlu.core.errors import RecipeError
+from danlu.core.layer_types import TRAINED
 from danlu.core.output_folder import replace_folder
 from danlu.core.types import Task
 from danlu.models.config import ModelConfig, same_rotation

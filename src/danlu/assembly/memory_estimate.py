@@ -39,7 +39,6 @@ from danlu.planning.activation_memory import (
 )
 from danlu.planning.batch_shape import BatchShape, Document, DocumentRun, Kernels, RankShare
 from danlu.planning.layer_training import layers_training
-from danlu.planning.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
 from danlu.recipe.sections import Parallel
@@ -166,6 +165,8 @@ class MemoryEstimate:
             offloaded = format_bytes(self.offloaded_bytes)
             lines.append(f"memory expected{each}: {offloaded} more wait where memory.offload says")
         if available is not None and self.parts.total > available:
+            from danlu.planning.memory_advice import advice
+
             what_to_set = advice(self.recipe, vars(self.parts), device_type=self.device_type, micro=self.micro)
             lines.append(
                 f"memory: {format_bytes(self.parts.total)}{each} are more than the {format_bytes(available)} that are "

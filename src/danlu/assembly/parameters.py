@@ -17,8 +17,6 @@ from danlu.models.modules import RMSNorm
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.recipe.value import VALUE
 
-TRAINED = "default"
-"""The name of the trained adapter, as in PEFT."""
 _SCORE_HEAD = "objective.score."
 _TOKEN_ROWS = ".token_rows"
 """The end of the names of adapters' rows of single tokens, of embedding and head."""

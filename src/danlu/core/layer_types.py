@@ -287,6 +287,8 @@ class VocabShard:
     gather: Callable[[Tensor], Tensor]  # [.., rows] -> [.., V], differentiable
 
 
+TRAINED = "default"
+"""The name of the adapter that a run trains, as in PEFT."""
 LANGUAGE_PART = "model.language_model"
 """How the names of modules begin in transformers' classes of multimodal models, of those that make a decoder."""
 

@@ -10,17 +10,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from danlu.core.layer_types import TRAINED
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
+from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.planning.activation_memory import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import QuantizationSection
 from danlu.recipe.value import VALUE, value_adapter
 
-FLOAT32_BYTES = 4
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
 """Precision -> bytes of an activation; `auto` counts as bf16 where it has not been measured yet."""
-TRAINED = "default"
-"""The name of the trained adapter, as in PEFT."""
 _UNTRAINED = ("router.correction", "layer_scalar.weight")
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from danlu.assembly.parameters import TRAINED, own_name
-from danlu.core.layer_types import Attend
+from danlu.assembly.parameters import own_name
+from danlu.core.layer_types import TRAINED, Attend
 from danlu.core.types import Batch
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.decoder import Decoder

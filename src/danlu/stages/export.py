@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameters import TRAINED, own_name
+from danlu.assembly.parameters import own_name
 from danlu.assembly.recipe_adapters import model_folder, tokenizer_path
 from danlu.core.errors import DanluError
+from danlu.core.layer_types import TRAINED
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
 from danlu.data.chat_template import with_defaults

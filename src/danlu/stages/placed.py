@@ -13,9 +13,10 @@ from torch.nn import Parameter
 
 from danlu.assembly.devices import replica_devices
 from danlu.assembly.parallelize import Placed, token_shares
-from danlu.assembly.parameters import TRAINED, own_name
+from danlu.assembly.parameters import own_name
 from danlu.assembly.recipe_adapters import base_identity
 from danlu.core.errors import RecipeError
+from danlu.core.layer_types import TRAINED
 from danlu.core.types import HeadObjective, Objective, Pack, Role
 from danlu.data.batch import EMPTY_PACK
 from danlu.models.decoder import Decoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.assembly.parallelize import Placed, Subject
-from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import adapter_warnings
+from danlu.core.layer_types import TRAINED
 from danlu.models.block_scaled import scaled_method
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.modules import GroupedLinear

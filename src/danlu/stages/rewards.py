@@ -16,9 +16,9 @@ from danlu.adapters.peft_folder import add_adapter
 from danlu.assembly.base_model import find_base
 from danlu.assembly.memory_estimate import activation_dtype
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameters import TRAINED
 from danlu.assembly.score_head import required_score_head
 from danlu.core.errors import RecipeError
+from danlu.core.layer_types import TRAINED
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
 from danlu.inference.resolve_model import ResolvedModel
 from danlu.models.config import same_rotation

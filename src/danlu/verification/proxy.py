@@ -15,7 +15,7 @@ import torch
 from danlu.adapters.peft_folder import write_adapter
 from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parallelize import place, subject_of
-from danlu.assembly.parameters import TRAINED
+from danlu.core.layer_types import TRAINED
 from danlu.core.shard_box import BoxValue
 from danlu.core.stop_signals import StopRequest
 from danlu.core.types import Item, Pack
