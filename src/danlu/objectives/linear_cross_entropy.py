@@ -312,8 +312,12 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
     grad_hidden = torch.empty_like(hidden)
     kernels = _kernels_for(hidden)
     rows_kept = _rows_kept(options.rows_of_largest_shard, hidden.element_size(), hidden.device.type)
+    # One block's logits after the other's in the same memory: new memory for each would cost a tenth of the time.
+    memory = hidden.new_empty(min(rows_kept, hidden.shape[0]), head.shape[0])
     for block in _ranges(hidden.shape[0], rows_kept):
-        logits = hidden[block] @ head.t()
+        rows_of_block = hidden[block]
+        logits = memory[: len(rows_of_block)]
+        torch.mm(rows_of_block, head.t(), out=logits)
         if kernels is not None:
             columns = slices.columns_from(0)[block]
             running = kernels.RunningStatistics.of_nothing(len(logits), logits.device)
@@ -322,7 +326,6 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
             _put_gradient(kernels, logits, columns, rows.log_z, weights[block], options)
             statistics.append(rows)
             torch.mm(logits, head, out=grad_hidden[block])
-            del logits
             continue
         chunks = _ranges(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
         parts = [_whole_head(slices, slices.targets[block][chunk], options) for chunk in chunks]
@@ -337,7 +340,6 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
                 logits[chunk].copy_(_by_logits(y, rows.log_z[chunk], weights[block][chunk], part, options))
             statistics.append(rows)
         torch.mm(logits, head, out=grad_hidden[block])
-        del logits  # or those of the next block would be made while they are there
     return _RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), grad_hidden
 
 
