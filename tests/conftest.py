@@ -99,16 +99,22 @@ def one_fork_server() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def torch_products() -> Iterator[None]:
-    """A test begins and ends with torch's own products, which exact engines replace in a process until it ends."""
-    _restore_products()
+@pytest.fixture(scope="module", autouse=True)
+def products_of_a_module() -> Iterator[None]:
+    """Exact products, which an engine puts in the place of torch's until its process ends, end with their file."""
+    yield from _products_end_here()
+
+
+@pytest.fixture(autouse=True)
+def products_of_a_test() -> Iterator[None]:
+    """Exact products end with the test that began them, and not with a later one when a file's fixture did."""
+    yield from _products_end_here()
+
+
+def _products_end_here() -> Iterator[None]:
+    before = batch_invariant._library
     yield
-    _restore_products()
-
-
-def _restore_products() -> None:
-    if batch_invariant._library is not None:
+    if before is None and batch_invariant._library is not None:
         batch_invariant._library._destroy()
         batch_invariant._library = None
 

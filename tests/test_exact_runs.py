@@ -12,7 +12,7 @@ from builders.tiny_world import World, danlu, metrics
 from danlu.models.modules import Linear
 from danlu.numerics import batch_invariant
 
-pytestmark = pytest.mark.usefixtures("tokenising_here", "torch_products")
+pytestmark = pytest.mark.usefixtures("tokenising_here")
 
 
 def losses(folder: Path) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from builders.tiny_world import World, danlu, metrics
 from test_rl_runs import recipe_file
 
-pytestmark = [pytest.mark.usefixtures("torch_products", "module_tokenises_here"), pytest.mark.end_to_end]
+pytestmark = [pytest.mark.usefixtures("module_tokenises_here"), pytest.mark.end_to_end]
 pytest.importorskip("llguidance")
 
 FORM = {"regex": "<[ae]{1,3}>"}

@@ -23,7 +23,7 @@ from danlu.remote_engines.fleet import ServerFleet
 from danlu.rl.rollout_processes import RolloutProcesses
 from danlu.run.replay import replay
 
-pytestmark = pytest.mark.usefixtures("torch_products", "module_tokenises_here")
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
 FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
 NO_FILTERS = {"temperature": 1.0, "top_p": 1.0}

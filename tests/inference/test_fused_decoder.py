@@ -172,7 +172,6 @@ def test_no_room_for_copies_leaves_it_to_the_modules(decoder):
     assert fused_of(decoder(), limit=1000) is None
 
 
-@pytest.mark.usefixtures("torch_products")
 def test_prompts_drafts_and_exact_numerics_are_computed_by_the_modules(decoder, calls):
     model = decoder()
     generate(model, ALIKE, GREEDY, 1)

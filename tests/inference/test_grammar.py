@@ -90,7 +90,6 @@ def test_answers_follow_their_grammar(decoder: Decoder, tokenizer: Any, values: 
         assert [answer.tokens for answer in again] == [answer.tokens for answer in answers[:-samples]]
 
 
-@pytest.mark.usefixtures("torch_products")
 def test_log_probabilities_are_those_that_a_trainer_computes_over_the_support(decoder: Decoder, tokenizer: Any) -> None:
     (answer,) = engine(decoder, tokenizer, exact=True).generate(
         [dataclasses.replace(requests(tokenizer, temperature=0.7)[0], samples=1)]

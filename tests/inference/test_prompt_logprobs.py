@@ -92,7 +92,6 @@ def test_the_answers_are_the_same_without(small_decoder):
     assert all(one.prompt_logprobs is None and one.prompt_top is None for one in without)
 
 
-@pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_was_drawn_is_scored_as_it_was_drawn(small_decoder, exact):
     """An answer as part of a prompt; to the last bit where numerics are exact.

@@ -44,8 +44,6 @@ from danlu.remote_engines.server_interface import Continuation, ServerOptions
 from danlu.serving.openai_api import ApiError
 from danlu.serving.rollout_endpoints import RolloutEndpoints
 
-pytestmark = pytest.mark.usefixtures("torch_products")
-
 FILTERED = SamplingOptions(temperature=0.8, top_k=7, top_p=0.9, seed=4)
 PROMPTS = [(3, 9, 4), (7,), (11, 12, 13, 14)]
 

@@ -125,7 +125,6 @@ def test_the_matrix_has_a_column_for_the_bias() -> None:
     assert plain.head_input(hidden) is hidden and plain.head_weight.shape[1] == CONFIG.hidden_size
 
 
-@pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_engine_draws_with_the_bias(exact: bool) -> None:
     model = decoder().requires_grad_(False)

@@ -1,0 +1,112 @@
+"""The expected memory and time of a training step, as plain data. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from danlu.core.types import MemoryParts, Role
+from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.layout import Layout
+from danlu.parallel.timeline import TimelineEvent
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of one process outside of its device."""
+
+    loading: int
+    """The most while the weights are read and placed."""
+    step: int
+    """Bytes that wait there during a step: what `memory.offload` moved."""
+    saving: int
+    """The most while a checkpoint is written."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one process at the peak of a step."""
+
+    parts: MemoryParts
+    """Bytes that tensors take on the device. Kept values of deferred weight gradients are activations."""
+    by_role: Mapping[Role, int]
+    """Of the weights and the adapter, the bytes of each model."""
+    kv_cache: int = 0
+    """Bytes of the rollout engine's cache, where it lies on the same device."""
+    communication: int = 0
+    """Bytes of the buffers that collectives copy through."""
+    reserved: int | None = None
+    """Bytes that the allocator of the device holds at that time; None: as many as are allocated, as on a CPU."""
+    host: HostBytes = HostBytes(0, 0, 0)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all tensors."""
+        return self.parts.total + self.kv_cache + self.communication
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of one step of the slowest process."""
+
+    compute: Mapping[str, float]
+    """Kind of operation ("product", "attention", "norm", "update") -> seconds."""
+    communication: Mapping[str, float]
+    """Axis of the layout -> seconds of its collectives, hidden ones included."""
+    exposed: float
+    """Seconds of communication in which the process computes nothing."""
+    bubble: float
+    """Seconds in which it waits for other stages of its pipeline."""
+    total: float
+    """Seconds from the start of the step to its end."""
+    extrapolated: bool = False
+    """Whether some sizes lie outside of those that were measured."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a pipeline, as its first process runs it; the only one without a pipeline."""
+
+    memory: RankMemory
+    events: tuple[TimelineEvent, ...]
+    traffic: tuple[CollectiveTraffic, ...]
+    """Bytes that the process sends in a step, by axis and collective."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of a step of one recipe in one layout."""
+
+    layout: Layout
+    micro: int
+    """Packed sequences of a micro-batch."""
+    micro_batches: int
+    """Micro-batches of a process in a step."""
+    stages: tuple[StagePlan, ...]
+    seconds: StepSeconds | None
+    """None where neither a profile of the machine nor figures of its cards are known."""
+    tokens: int
+    """Tokens of a step over all processes."""
+    flops: int
+    """Operations of the model in a step over all processes, as MFU counts them."""
+    assumptions: tuple[str, ...] = field(default=())
+    """Sentences on what was assumed where facts were missing: full packs, an unmeasured link."""
+
+    @property
+    def worst(self) -> StagePlan:
+        """The stage that allocates most; of equal ones the first."""
+        return max(self.stages, key=lambda stage: stage.memory.allocated)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that all processes train on in a second."""
+        return None if self.seconds is None else self.tokens / self.seconds.total
+
+    def mfu(self, peak: float) -> float | None:
+        """The share of the peak FLOP/s of all processes that the model's operations take; peak: of one."""
+        return None if self.seconds is None else self.flops / (self.seconds.total * self.layout.world * peak)
+
+    def hours(self, tokens: int) -> float | None:
+        """Hours of a training on a number of tokens."""
+        return None if self.seconds is None else math.ceil(tokens / self.tokens) * self.seconds.total / 3600
