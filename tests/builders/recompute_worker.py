@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from builders.recompute import RecomputeCase, full, step
 from danlu.memory import parameter_offload
+from danlu.memory.layer_plan import LayerPlan
 from danlu.memory.parameter_offload import offload_parameters
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.recompute import wrap
 
 
 def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor]]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from builders.tiny_run import tiny_model
 from danlu.adapters.dropout import DropoutState, SiteNumbers
-from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.memory.layer_plan import Kind, LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder

@@ -484,14 +484,14 @@ class Deaf:
 @contextmanager
 def few_rows() -> Iterator[None]:
     """A frozen head goes by rows: several times, with a rest."""
-    from danlu.objectives import linear_cross_entropy as crossentropy
+    from danlu.objectives import loss_memory
 
-    before = crossentropy.FEWEST_ROWS, crossentropy.KEPT_BYTES
-    crossentropy.FEWEST_ROWS, crossentropy.KEPT_BYTES = 8, 1
+    before = loss_memory.FEWEST_ROWS, loss_memory.KEPT_BYTES
+    loss_memory.FEWEST_ROWS, loss_memory.KEPT_BYTES = 8, 1
     try:
         yield
     finally:
-        crossentropy.FEWEST_ROWS, crossentropy.KEPT_BYTES = before
+        loss_memory.FEWEST_ROWS, loss_memory.KEPT_BYTES = before
 
 
 def vocabulary_loss(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

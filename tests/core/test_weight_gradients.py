@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from danlu.adapters.dropout import DropoutState
 from danlu.core.weight_gradients import DeferredWeightGradients
-from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.memory.layer_plan import Kind, LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.memory.recomputed_function import _Frame
 from danlu.models import ops
 from danlu.models.attend import PackedAttention

@@ -11,7 +11,8 @@ from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_run import VOCABULARY, SyntheticPacks, tiny_model
 
 from danlu.inference.request import SamplingOptions
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.layer_plan import LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.models.decoder import Decoder
 from danlu.stages.learner import DecoderLearner
 from danlu.training.step import accumulate

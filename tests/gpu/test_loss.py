@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.objectives import linear_cross_entropy as crossentropy
+from danlu.objectives import loss_memory
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 
 N, D, V = 67, 32, 5003
@@ -29,7 +30,7 @@ def kernels_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
     """On a CPU Triton's interpreter carries the kernels out."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no Triton")
-    monkeypatch.setattr(crossentropy, "FEWEST_ROWS", 32)  # a frozen head goes by rows: several times here
+    monkeypatch.setattr(loss_memory, "FEWEST_ROWS", 32)  # a frozen head goes by rows: several times here
     if device.type == "cpu":
         if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
             pytest.skip("Triton's interpreter does not know this version of numpy")
@@ -37,8 +38,8 @@ def kernels_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
         from danlu.objectives import softmax_kernels
 
         monkeypatch.setattr(crossentropy, "_kernels_for", lambda x: softmax_kernels)
-    monkeypatch.setattr(crossentropy, "KEPT_BYTES", 1)
-    monkeypatch.setattr(crossentropy, "KEPT_BYTES_CUDA", 1)
+    monkeypatch.setattr(loss_memory, "KEPT_BYTES", 1)
+    monkeypatch.setattr(loss_memory, "KEPT_BYTES_CUDA", 1)
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,8 +14,9 @@ from builders.trees import pair
 from danlu.assembly.frozen_base import adapters_of, quantize_weight
 from danlu.core.types import Pack, Totals
 from danlu.memory import activation_offload
+from danlu.memory.layer_plan import LayerPlan
 from danlu.memory.pages import paged_state
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.recompute import wrap
 from danlu.objectives.preference import preference_objective
 from danlu.optim.build import build
 from danlu.recipe import sections

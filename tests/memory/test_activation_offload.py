@@ -13,7 +13,8 @@ from torch import Tensor
 from danlu.core.errors import ResourceError
 from danlu.memory import activation_offload
 from danlu.memory.activation_offload import ActivationOffload, offload_for, unused_notes
-from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.memory.layer_plan import Kind, LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe.sections import Memory
 

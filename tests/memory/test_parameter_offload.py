@@ -15,8 +15,9 @@ from builders.recompute_worker import resident_bytes, sharded_in_files
 from torch import Tensor
 
 from danlu.core.errors import RecipeError, ResourceError
+from danlu.memory.layer_plan import LayerPlan
 from danlu.memory.parameter_offload import MappedTensors, offload_parameters
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.recompute import wrap
 from danlu.models.decoder import Decoder
 from danlu.numerics.four_bit_weight import FourBitWeight
 

@@ -26,7 +26,8 @@ from builders.small_config import small_config
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, unwrap_layer, wrap
+from danlu.memory.layer_plan import KINDS, Kind, LayerPlan
+from danlu.memory.recompute import describe, plan_of, unwrap_layer, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder

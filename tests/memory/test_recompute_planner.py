@@ -11,7 +11,8 @@ from builders.recompute import BOUNDARIES, LAYERS, RecomputeCase, adapted, full,
 
 from danlu.core.errors import RecipeError
 from danlu.memory import recompute_planner
-from danlu.memory.recompute import KINDS, LayerPlan, wrap
+from danlu.memory.layer_plan import KINDS, LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.memory.recompute_planner import (
     LayerCosts,
     Option,

@@ -13,7 +13,8 @@ from builders.small_experts import DEEPSEEK_V3, MIXTRAL, QWEN2_MOE, small_decode
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.layer_plan import LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models import load_balancing
 from danlu.models.attend import PackedAttention

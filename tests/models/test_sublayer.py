@@ -51,7 +51,8 @@ def test_declarations_name_what_is_there(case: str, tiny_model: Callable[..., De
 
 @pytest.mark.parametrize("kind", ["elementwise", "selective", "full"])
 def test_an_unknown_feed_forward_network_is_recomputed(kind: str, tiny_model: Callable[..., Decoder]) -> None:
-    from danlu.memory.recompute import LayerPlan, wrap
+    from danlu.memory.layer_plan import LayerPlan
+    from danlu.memory.recompute import wrap
 
     model = tiny_model("llama-2")
     torch.manual_seed(0)

@@ -1026,7 +1026,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "memory/test_recompute_planner.py",
     ),
     Mutation(
-        "memory/recompute.py",
+        "memory/layer_plan.py",
         "size = section.layers or max(1, round(math.sqrt(len(layers))))",
         "size = section.layers or max(1, len(layers))",
         "memory/test_recompute.py",

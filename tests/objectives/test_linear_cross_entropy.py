@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.objectives import linear_cross_entropy as crossentropy
+from danlu.objectives import loss_memory
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 
 N, D, V = 37, 16, 101
@@ -35,8 +35,8 @@ def plain(
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen head goes by rows: several times here, with a rest."""
-    monkeypatch.setattr(crossentropy, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(crossentropy, "KEPT_BYTES", 1)
+    monkeypatch.setattr(loss_memory, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(loss_memory, "KEPT_BYTES", 1)
 
 
 @pytest.mark.parametrize("slice_rows", [1, 8, 101, 1000])

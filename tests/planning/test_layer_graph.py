@@ -19,7 +19,7 @@ from builders.small_layers import (
 )
 
 from danlu.assembly.frozen_base import adapters_of, quantize_stack, quantize_weight
-from danlu.memory.recompute import KINDS, Kind
+from danlu.memory.layer_plan import KINDS, Kind
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.layer_operations import layer_operations

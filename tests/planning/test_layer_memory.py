@@ -10,9 +10,10 @@ from builders.peak_memory import peak_in
 from builders.small_layers import recomputed, small_decoder
 from torch import Tensor
 
-from danlu.memory.recompute import Kind
+from danlu.memory.layer_plan import Kind
 from danlu.models.attend import PackedAttention
-from danlu.objectives.linear_cross_entropy import linear_cross_entropy, workspace_bytes
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
+from danlu.objectives.loss_memory import workspace_bytes
 from danlu.planning.batch_shape import BatchShape
 from danlu.planning.layer_graph import TRAINED, LayerGraph
 from danlu.planning.layer_memory import LayerMemory

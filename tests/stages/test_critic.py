@@ -18,7 +18,8 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.core.errors import TrainingError
 from danlu.core.types import Totals
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.layer_plan import LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.models.decoder import Decoder
 from danlu.models.score_head import new_score_head
 from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings

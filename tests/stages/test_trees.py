@@ -17,7 +17,8 @@ from torch import Tensor
 from danlu.core.errors import TrainingError
 from danlu.core.types import Batch, Branch, Outputs, Pack, Role, Sample, Totals
 from danlu.data.trees import repeat_stem
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.layer_plan import LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.objectives.preference import preference_objective
 from danlu.recipe.sections import Sigmoid
 from danlu.stages.learner import DecoderLearner

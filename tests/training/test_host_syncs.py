@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.assembly.frozen_base import adapters_of
 from danlu.core.types import Totals
-from danlu.memory.recompute import LayerPlan, wrap
+from danlu.memory.layer_plan import LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.models.loading import meta_decoder
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.preference import preference_objective

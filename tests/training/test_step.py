@@ -15,7 +15,8 @@ from torch import Tensor
 from danlu.core.errors import TrainingError
 from danlu.core.types import Batch, Pack
 from danlu.data.batch import pad_to_bucket
-from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.memory.layer_plan import Kind, LayerPlan
+from danlu.memory.recompute import wrap
 from danlu.models import block_attention
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder

@@ -16,7 +16,7 @@ from danlu.adapters.adapter_config import read_adapter_config
 from danlu.assembly.recipe_adapters import trained_tokens
 from danlu.core.types import Pack, Sample
 from danlu.memory import recompute_planner
-from danlu.memory.recompute import KINDS
+from danlu.memory.layer_plan import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values, read_config_values

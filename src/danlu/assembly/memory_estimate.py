@@ -20,14 +20,13 @@ from danlu.core.dtensor import is_dtensor
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import MemoryParts
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
-from danlu.memory.recompute import Kind, LayerPlan
+from danlu.memory.layer_plan import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.numerics.dtypes import DTYPES
-from danlu.objectives.linear_cross_entropy import workspace_bytes
-from danlu.objectives.vocab_slices import slice_bytes
+from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
 from danlu.planning.activation_memory import (
     ActivationBytes,
     ActivationPlan,

@@ -21,6 +21,7 @@ from danlu.assembly.recipe_adapters import model_folder
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import ShardBox
 from danlu.memory import recompute
+from danlu.memory.layer_plan import Plan
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -69,7 +70,7 @@ class Placed:
     parallel: ParallelContext
     notes: tuple[str, ...] = ()
     """Lines for the console."""
-    plan: recompute.Plan = ()
+    plan: Plan = ()
     """The recomputation of each layer in the backward pass."""
     device_map: DeviceMap | None = None
     """The device map of a model on several devices of one process; None elsewhere."""
@@ -243,7 +244,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
             placer.cut_layer(name)
     cuts = placer.cut_rest()
 
-    def planned() -> recompute.Plan:
+    def planned() -> Plan:
         from danlu.assembly.planned_recompute import fastest_plan
 
         in_flight = 1.0 if placer.pipeline is None else placer.pipeline.micro_batches_in_flight
@@ -314,7 +315,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     return Placed(subject, parallel, tuple(notes), plan, device_map)
 
 
-def _notes_of_settings(recipe: Recipe, ranks: Ranks, plan: recompute.Plan, device: torch.device) -> list[str]:
+def _notes_of_settings(recipe: Recipe, ranks: Ranks, plan: Plan, device: torch.device) -> list[str]:
     """Lines for the console on recomputation, threads, and settings that change nothing here."""
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     if recipe.parallel.workers == "threads":

@@ -12,7 +12,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.memory import recompute_planner
-from danlu.memory.recompute import LayerPlan
+from danlu.memory.layer_plan import LayerPlan
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize

@@ -28,34 +28,18 @@ holds.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
+from danlu.memory.layer_plan import KINDS, Kind, LayerPlan, Plan, plan_of_layers
 from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
 from danlu.models.chunks import layer_spans
 from danlu.models.decoder import Decoder, Layer
 from danlu.recipe.sections import Recompute
-
-Kind = Literal["none", "elementwise", "selective", "full"]
-KINDS: tuple[Kind, ...] = ("none", "elementwise", "selective", "full")
-"""The kinds from the one that keeps most to the one that keeps least."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """The activations that one layer recomputes in the backward pass."""
-
-    layer: int
-    kind: Kind
-    segment: int | None = None  # number of the segment, of several layers, of which only the first input is kept
-
-
-Plan = Sequence[LayerPlan]
 
 
 def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | None = None) -> list[LayerPlan]:
@@ -69,17 +53,6 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
         return list(planned())
     chunks = [model.chunks.layers[chunk] for chunk in model.chunks.local]
     return plan_of_layers(section, [int(name) for name in model.layers], chunks)
-
-
-def plan_of_layers(section: Recompute, layers: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[LayerPlan]:
-    """The plan of a section that needs no measurements. chunks: the layers of each chunk of a pipeline that is here."""
-    if section.kind != "every":
-        kind: Kind = section.kind  # type: ignore[assignment]
-        return [LayerPlan(layer, kind) for layer in layers]
-    size = section.layers or max(1, round(math.sqrt(len(layers))))
-    # No segment goes beyond a chunk of a pipeline: what comes next in the model is in another forward pass.
-    segments = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
-    return [LayerPlan(layer, "full", number) for number, own in enumerate(segments) for layer in own]
 
 
 def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:

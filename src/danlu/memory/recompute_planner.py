@@ -22,7 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Attend
-from danlu.memory.recompute import KINDS, Kind, LayerPlan, unwrap_layer, wrap_layer
+from danlu.memory.layer_plan import KINDS, Kind, LayerPlan
+from danlu.memory.recompute import unwrap_layer, wrap_layer
 from danlu.models.decoder import Decoder, Layer
 
 _ROUNDS = 3  # of measurement, of which the median counts

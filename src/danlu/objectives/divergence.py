@@ -29,7 +29,8 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import DivergenceKind
-from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, rows_per_slice
+from danlu.objectives.loss_memory import rows_per_slice
+from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices
 
 
 class Head(NamedTuple):

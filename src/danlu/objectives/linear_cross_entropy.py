@@ -27,21 +27,13 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import TargetLosses
+from danlu.objectives.loss_memory import block_rows, rows_per_slice, slice_bytes
 from danlu.objectives.vocab_slices import (
     HeadGradients,
     VocabSlice,
     VocabSlices,
     argmax_rows,
-    rows_per_slice,
-    slice_bytes,
 )
-
-FLOAT32 = 4
-# Logits of a frozen head that are kept for the gradient, in the type of activations; a product over very few rows would
-# be spent on reading the head.
-KEPT_BYTES = 16 * 2**20
-KEPT_BYTES_CUDA = 256 * 2**20
-FEWEST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -61,34 +53,6 @@ class _Options:
         it.
         """
         return self.vocab_size if self.tensor_group is None else -(-self.vocab_size // self.tensor_group.size)
-
-
-def workspace_bytes(
-    targets: int, width: int, vocab_size: int, *, element_bytes: int, device_type: str, frozen: bool
-) -> int:
-    """Returns the peak memory of `linear_cross_entropy` without its inputs and the head's gradient, in bytes.
-
-    targets, width, vocab_size: N, D, V. element_bytes: the size of an activation. frozen: the head needs no gradient
-    and is stored in the type of activations.
-    """
-    room, is_half = slice_bytes(device_type) // 2, element_bytes < FLOAT32
-    states = targets * width
-    if frozen:  # logits of a block of rows, float32 logits and their gradient of a chunk of it, the states' gradient
-        rows = min(targets, _rows_kept(vocab_size, element_bytes, device_type))
-        chunk = min(rows, max(1, room // (4 * vocab_size)))
-        copies = 2 if is_half else 1
-        return rows * vocab_size * element_bytes + copies * chunk * vocab_size * FLOAT32 + states * element_bytes
-    part = min(vocab_size, rows_per_slice(targets, device_type))
-    narrow = element_bytes if is_half else 0
-    # Logits become their gradient in their place; its product with the head is added to the states' float32 gradient.
-    logits = targets * part * (FLOAT32 + narrow)
-    products = targets * part * element_bytes + max(states * (narrow + FLOAT32), part * width * element_bytes)
-    return max(logits, products) + states * FLOAT32 + part * width * narrow
-
-
-def _rows_kept(vocab_size: int, element_bytes: int, device_type: str) -> int:
-    kept_bytes = KEPT_BYTES if device_type == "cpu" else KEPT_BYTES_CUDA
-    return max(FEWEST_ROWS, kept_bytes // (element_bytes * vocab_size))
 
 
 def _kernels_for(x: Tensor) -> ModuleType | None:
@@ -311,7 +275,7 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
     statistics: list[_RowStatistics] = []
     grad_hidden = torch.empty_like(hidden)
     kernels = _kernels_for(hidden)
-    rows_kept = _rows_kept(options.rows_of_largest_shard, hidden.element_size(), hidden.device.type)
+    rows_kept = block_rows(options.rows_of_largest_shard, hidden.element_size(), hidden.device.type)
     # One block's logits after the other's in the same memory: new memory for each would cost a tenth of the time.
     memory = hidden.new_empty(min(rows_kept, hidden.shape[0]), head.shape[0])
     for block in _ranges(hidden.shape[0], rows_kept):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import TokenLogprobs
-from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
+from danlu.objectives.loss_memory import rows_per_slice
+from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, columns_in_slice
 
 OUTSIDE = -1e30
 """The z of a token without probability: finite, so that a slice without any of the support has no infinity less

@@ -11,27 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Bytes of one slice's float32 logits. On CPU they stay in the cores' caches; a GPU wants large products.
-SLICE_BYTES_CPU = 4 * 2**20
-SLICE_BYTES_CUDA = 128 * 2**20
-NARROWEST_SLICE = 256
 # S with `numerics: exact`, whatever N is: a product's bits hang on its number of columns, a sum's on how it is cut.
 # From 32,768 numbers on torch would sum a single row by several threads, and otherwise than many rows.
 EXACT_SLICE_ROWS = 2048
 # The largest value of columns of logits is found before its column: see `argmax_rows`.
 ARGMAX_COLUMNS = 64
-
-
-def slice_bytes(device_type: str) -> int:
-    """Memory that the logits of a slice take, float32 and narrow copy together, in bytes."""
-    return 2 * (SLICE_BYTES_CPU if device_type == "cpu" else SLICE_BYTES_CUDA)
-
-
-def rows_per_slice(targets: int, device_type: str) -> int:
-    """Returns S, the rows of the vocabulary with logits for `targets` targets that take half of `slice_bytes` in
-    float32.
-    """
-    return max(NARROWEST_SLICE, slice_bytes(device_type) // 2 // (4 * max(1, targets)))
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def decoder_regions(
 
     Halves of layers are numbered: attention of layer 0, its MLP, attention of layer 1, and so on.
 
-    recompute: kind and number of segment of each layer, as `memory.recompute.LayerPlan` has them.
+    recompute: kind and number of segment of each layer, as `memory.layer_plan.LayerPlan` has them.
     first_with_gradient: the first half with an input that needs a gradient: something is trained in front of its
     entrance.
     trained_between: whether that lies behind the exit of the region before (a norm, a bottleneck), so that no gradient

@@ -24,7 +24,7 @@ from danlu.assembly.recipe_adapters import base_config
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import MemoryParts
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.memory.recompute import LayerPlan, plan_of_layers
+from danlu.memory.layer_plan import LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes

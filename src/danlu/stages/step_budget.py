@@ -22,7 +22,7 @@ from danlu.assembly.parameters import model_bytes, own_name
 from danlu.core.types import MemoryParts
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_bytes
-from danlu.objectives.linear_cross_entropy import workspace_bytes
+from danlu.objectives.loss_memory import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.product_peak import Peak, peak_of

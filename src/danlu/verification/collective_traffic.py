@@ -17,7 +17,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.slot import Slot
 from danlu.data.batch import pad_to_bucket
-from danlu.memory.recompute import Plan
+from danlu.memory.layer_plan import Plan
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import Experts, MoE
 from danlu.models.modules import Linear

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from danlu.memory.recompute import Plan
+from danlu.memory.layer_plan import Plan
 from danlu.models.decoder import Layer
 from danlu.models.layer_spec import Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
