@@ -31,7 +31,7 @@ class RankMemory:
     parts: MemoryParts
     """Bytes that tensors take on the device. Kept values of deferred weight gradients are activations."""
     by_role: Mapping[Role, int]
-    """Of the weights and the adapter, the bytes of each model."""
+    """The bytes of each model, of those that are in `weights` and `adapter`."""
     kv_cache: int = 0
     """Bytes of the rollout engine's cache, where it lies on the same device."""
     communication: int = 0
