@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -453,7 +454,10 @@ def test_what_is_offloaded_or_sharded_is_not_on_the_device(tiny_world: World, tm
     assert found["offloaded"].parts.weights == found["offloaded"].parts.optimizer == 0
     assert found["offloaded"].parts.gathered == shares.gathered
     assert found["offloaded"].offloaded_bytes > shares.weights + shares.optimizer
-    assert found["optimizer"].offloaded_bytes == whole.optimizer and found["optimizer"].parts.optimizer == 0
+    largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+    # One parameter's moments and step counter are on the device at a time.
+    assert found["optimizer"].parts.optimizer == 8 * largest + 4
+    assert found["optimizer"].offloaded_bytes == whole.optimizer - found["optimizer"].parts.optimizer
 
 
 def test_flash_kernels_keep_no_scores() -> None:

@@ -1309,7 +1309,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="refused",
     ),
     Mutation(
-        "assembly/memory_estimate.py",
+        "planning/step_estimate.py",
         "return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))",
         "return ActivationBytes(activations.kept, max(activations.recomputed, own.recomputed))",
         "test_critic_memory.py",

@@ -421,4 +421,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         "True",
         "planning/test_device_map.py",
     ),
+    # -- the part of a model that a process has
+    Mutation(
+        "planning/rank_tensors.py",
+        "sharded[dim] = -(-sharded[dim] // shards)",
+        "sharded[dim] = sharded[dim] // shards",
+        "planning/test_rank_memory.py",
+    ),
+    Mutation(
+        "planning/rank_tensors.py",
+        'if self.chunks.has_last and is_tied and tensor.name == "embed_tokens.weight":',
+        "if False:",
+        "planning/test_rank_memory.py",
+        "pipeline",
+    ),
+    Mutation(
+        "planning/rank_tensors.py",
+        "dim = expert_shard_dim(shape, shards) if tensor.of_experts else 0",
+        "dim = 0",
+        "planning/test_rank_memory.py",
+        "experts",
+    ),
+    Mutation(
+        "planning/packed_shapes.py",
+        "is_double = section.double and has_whole_blocks and start // block % NESTED_BLOCK == 0",
+        "is_double = section.double",
+        "planning/test_rank_memory.py",
+        "nf4",
+    ),
+    Mutation(
+        "planning/rank_memory.py",
+        "return section.stages - 1 - (0 if section.vertical_sync else stage)",
+        "return section.stages - 1",
+        "planning/test_rank_memory.py",
+        "updates",
+    ),
 )

@@ -352,14 +352,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("core/line_log.py", "            self._is_on = False", "            pass", "core/test_line_log.py"),
     # -- expected memory
     Mutation(
-        "assembly/memory_estimate.py",
+        "planning/step_estimate.py",
         '        if self.device_type == "cpu":',
         "        if False:",
         "assembly/test_memory_estimate.py",
         only="short_rows",
     ),
     Mutation(
-        "assembly/memory_estimate.py",
+        "planning/step_estimate.py",
         "rows = self.lengths if most is None else self.lengths[self.lengths <= most]",
         "rows = self.lengths",
         "assembly/test_memory_estimate.py",

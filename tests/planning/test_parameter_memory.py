@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from danlu.assembly.frozen_base import quantize_stack, quantize_weight
-from danlu.planning.activation_memory import packed_bytes
+from danlu.planning.packed_shapes import packed_bytes
 from danlu.recipe import sections
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,25 +19,15 @@ from danlu.core.types import MemoryParts
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.layer_plan import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
-from danlu.models.chunks import Chunks, DeviceMap
+from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
-from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.numerics.dtypes import DTYPES
-from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
-from danlu.planning.activation_memory import (
-    ActivationBytes,
-    ActivationPlan,
-    LayerPass,
-    StepMemory,
-    activation_bytes,
-    gathered_bytes,
-    least_weight_bytes,
-)
-from danlu.planning.batch_shape import BatchShape, Document, DocumentRun, Kernels, RankShare
-from danlu.planning.layer_training import layers_training
+from danlu.planning.activation_memory import least_weight_bytes
+from danlu.planning.batch_shape import Kernels
+from danlu.planning.gathered_memory import gathered_at_a_time
+from danlu.planning.step_estimate import StepEstimate
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
-from danlu.recipe.sections import Parallel
 from danlu.training.units import format_bytes
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
@@ -93,42 +80,16 @@ def _room_of_devices(section: str | ByHand, *, on_gpu: bool) -> tuple[int | None
     return sum(known) if len(known) == len(sizes) else None, have
 
 
-class CriticPass(NamedTuple):
-    """A second pass with gradients, of a model of values."""
-
-    config: ModelConfig
-    plan: Sequence[LayerPlan]
-
-
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """The expected memory of a step of one process."""
+class MemoryEstimate(StepEstimate):
+    """The expected memory of a step of one process, and how much this machine has for it."""
 
-    recipe: Recipe
-    config: ModelConfig
-    """The model; for a stage of a pipeline, with the layers that it has."""
-    parts: MemoryParts
-    """Bytes on the device that computes; activations and logits are added by `with_activations`."""
     _: KW_ONLY
-    plan: Sequence[LayerPlan]
-    """The recomputation of each layer; empty where it is not known (`recompute: planned`, before layers are
-    measured)."""
-    micro: int
-    """Packed sequences of full length in a micro-batch."""
-    device_type: str
     offloaded_bytes: int = 0
     """Bytes that `memory.offload` keeps in the host's memory or in files."""
     processes: int = 1
-    critic: CriticPass | None = None
-    """The pass of a value model, with activations that are kept together with the policy's."""
-    in_flight: float = 1.0
-    """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
     device: str = ""
     """The device that this is about, with the layers on it, where a model lies on several devices."""
-    has_head: bool = True
-    """Whether the loss is computed there."""
-    lengths: np.ndarray | None = field(default=None, compare=False)
-    """[rows] int: tokens of each row that is trained on; None where rows are not known."""
     by_device: tuple[MemoryEstimate, ...] = ()
     """The estimate of each device of such a model."""
 
@@ -173,122 +134,6 @@ class MemoryEstimate:
             )
         return lines
 
-    def with_activations(self) -> MemoryEstimate:
-        """The estimate with activations and logits, where `parts` has what does not depend on the data."""
-        sequences = max(self.micro, self._most_paths)
-        logits = self._loss_workspace(sequences) + self._head_copy
-        activations = self._activations(sequences).peak(logits) - logits
-        return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
-
-    def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
-        """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
-        return StepMemory(
-            fixed=self.parts.total - self.parts.activations - self.parts.logits + self._head_copy,
-            activations=self._activations(1, plan),
-            loss_workspace=self._loss_workspace(1),
-            max_loss_workspace=slice_bytes(self.device_type),
-            smallest=self._most_paths,
-        )
-
-    @property
-    def _most_paths(self) -> int:
-        """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
-        return 2 if self.recipe.row_type == "preference" or self.recipe.needs_mismatched else 1
-
-    def _activations(self, sequences: int, plan: Sequence[LayerPlan] | None = None) -> ActivationBytes:
-        """Bytes of a micro-batch; with a critic both passes have their activations when the backward pass begins.
-
-        plan: in place of the recipe's own.
-        """
-        activations = self._pass_activations(sequences, self.config, self.plan if plan is None else plan)
-        if self.critic is None:
-            return activations
-        is_alike = plan is not None and len(plan) == len(self.critic.config.layers)
-        critic_plan = plan if plan is not None and is_alike else self.critic.plan
-        own = self._pass_activations(sequences, self.critic.config, critic_plan)
-        return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
-
-    def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
-        """Bytes of one model's pass over the micro-batch that takes the most."""
-        section, memory, device_type = self.recipe.parallel, self.recipe.memory, self.device_type
-        training = layers_training(self.recipe, config)
-        kinds = [(layer.kind, layer.segment) for layer in plan] or [("none", None)] * len(config.layers)
-        settings = ActivationPlan(
-            layers=[LayerPass(*kind, own) for kind, own in zip(kinds, training, strict=True)],
-            offload="activations" in memory.offload and (device_type != "cpu" or memory.folder is not None),
-            in_flight=device_type != "cpu",
-            share=RankShare(section.tensor, section.sequence),
-        )
-        element_bytes = activation_dtype(self.recipe.precision).itemsize
-        kernels = kernels_name(device_type)
-        activations = max(
-            (
-                activation_bytes(config, BatchShape(documents, element_bytes, kernels), settings)
-                for documents in self._documents(sequences)
-            ),
-            key=lambda mix: mix.peak(0),
-        )
-        if self.in_flight != 1:
-            activations = replace(activations, kept=round(self.in_flight * activations.kept))
-        budget = memory.recompute.budget
-        if budget is None or plan:
-            return activations
-        # Which layers recompute is found once they are measured; the plan then keeps to its budget.
-        return ActivationBytes(min(activations.kept, int(budget * 2**30)))
-
-    def _documents(self, sequences: int) -> list[tuple[Document, ...]]:
-        """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep
-        probabilities, where longer ones leave them to a kernel.
-        """
-        length = self.recipe.data.max_length
-        mixes = [tuple(map(_document, self._longest(sequences, length)))]
-        if self.device_type == "cpu":
-            is_pair = self._most_paths == 2
-            # A row with two answers that are as long as the prompt is a stem and two branches of a third each, and a
-            # branch keeps probabilities of its whole path.
-            short = SHORT_DOCUMENT * 3 // 2 if is_pair else SHORT_DOCUMENT
-            rows = self._longest(sequences, short, short)
-            mixes.append(tuple(map(_pair if is_pair else _document, rows)))
-        return [mix for mix in mixes if mix]
-
-    def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
-        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
-
-        A longer row is cut: into packed sequences, or one with two answers into as many paths.
-        """
-        tokens = sequences * self.recipe.data.max_length
-        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
-        if self.lengths is not None:
-            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
-            whole, rest = min(whole, int((rows // length).sum())), rows % length
-        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
-        before = np.cumsum(documents) - documents
-        documents = np.minimum(documents, tokens - before)[before < tokens]
-        return [int(each) for each in documents]
-
-    def _loss_workspace(self, sequences: int) -> int:
-        """Bytes that the fused head and loss take in addition to their inputs, if every token is trained."""
-        recipe, config = self.recipe, self.config
-        if not self.has_head or config.task != "causal-lm":
-            return 0
-        return workspace_bytes(
-            sequences * recipe.data.max_length,
-            config.hidden_size,
-            config.vocab_size // recipe.parallel.tensor,
-            element_bytes=activation_dtype(recipe.precision).itemsize,
-            device_type=self.device_type,
-            frozen=recipe.adapter is not None,
-        )
-
-    @property
-    def _head_copy(self) -> int:
-        """Bytes of the matrix that `Decoder.head_weight` makes of a head with a bias, and of its gradient."""
-        recipe, config = self.recipe, self.config
-        if not (self.has_head and config.has_own_head and config.head_bias):
-            return 0
-        matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
-        return matrix * (2 * _FLOAT32 if recipe.adapter is None else activation_dtype(recipe.precision).itemsize)
-
 
 @dataclass(frozen=True)
 class BytesByDevice:
@@ -332,6 +177,7 @@ def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: Bytes
             parts=counted.part_of(estimate.parts, device),
             plan=plan,
             device_type=torch.device(device).type,
+            kernels=kernels_name(torch.device(device).type),
             offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),
             processes=1,
             critic=None,
@@ -347,13 +193,6 @@ def expected_lines(estimate: MemoryEstimate, *, is_placed: bool) -> list[str]:
     """`MemoryEstimate.lines` of each device. is_placed: whether the model is there already."""
     each = estimate.by_device or (estimate,)
     return [line for own in each for line in own.lines(own.available(own.resident_bytes if is_placed else 0))]
-
-
-def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
-    """The config of a model with the layers of one stage of a pipeline alone."""
-    if chunks.last == 0:
-        return config
-    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))
 
 
 def processes_here(world: int) -> int:
@@ -405,16 +244,6 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
     return "Give more, or lower data.max_length."
 
 
-def _document(tokens: int) -> Document:
-    return (DocumentRun(tokens),)
-
-
-def _pair(tokens: int) -> Document:
-    """A prompt and two answers, all of one length."""
-    third = max(1, tokens // 3)
-    return DocumentRun(third), DocumentRun(third, third), DocumentRun(third, third)
-
-
 def kernels_name(device_type: str) -> Kernels:
     """The attention kernels of a device.
 
@@ -453,22 +282,3 @@ def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
     """Bytes of an element as FSDP2 gathers it: in the type of activations where all weights are trained."""
     narrow = recipe.adapter is None and parameter.is_floating_point()
     return activation_dtype(recipe.precision).itemsize if narrow else parameter.itemsize
-
-
-def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], section: Parallel) -> tuple[int, int]:
-    """Computes `gathered_parameters` from a mapping; sharded: a parameter's name to its gathered bytes and trained
-    elements."""
-    if not sharded:
-        return 0, 0
-    by_layer: dict[str, list[tuple[int, int]]] = {}
-    for name, sizes in sharded.items():
-        parts = name.split(".")
-        by_layer.setdefault(parts[1] if parts[0] == "layers" else "", []).append(sizes)
-    outside = by_layer.pop("", [])
-    layers = [[sum(column) for column in zip(*sizes, strict=True)] for sizes in by_layer.values()]
-    gathered = gathered_bytes(
-        [sizes[0] for sizes in layers], sum(size for size, _ in outside), shard=section.shard, prefetch=section.prefetch
-    )
-    trained = [sizes[1] for sizes in layers] + [sum(count for _, count in outside)]
-    # Whole gradients wait for the last micro-batch, or for the reduction of one layer after the other.
-    return gathered, _FLOAT32 * (max(trained) if section.reduces_each_micro_batch else sum(trained))

@@ -6,14 +6,14 @@ Imports no torch. Nothing is read but what the caller hands in of the base's fol
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from danlu.core.layer_types import TRAINED
+from danlu.core.layer_types import TRAINED, Axis
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES
-from danlu.planning.activation_memory import packed_bytes
+from danlu.planning.packed_shapes import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import QuantizationSection
 from danlu.recipe.value import VALUE, value_adapter
@@ -49,6 +49,12 @@ class ModelTensor:
     is_whole: bool = False
     """Whether data ranks do not share it: weights of norms and routers, rows of tokens, and what adapters of several
     layers have in common."""
+    packed: QuantizationSection | None = None
+    """The section that packs it; None: it is stored as numbers of one type."""
+    linear: str = ""
+    """The parameter of an adapted layer with which tensor ranks cut a tensor of its adapter, by `axes`."""
+    axes: tuple[Axis | None, ...] = ()
+    """Whether each dimension is cut with the outputs or inputs of that layer; (): the tensor stays whole."""
 
     @property
     def elements(self) -> int:
@@ -66,8 +72,8 @@ class ModelTensors:
     """The tensors of the model that is trained, with its adapters."""
 
     tensors: tuple[ModelTensor, ...]
-    replaced: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of frozen parameters, by name, in the place of which trained copies stand (`modules_to_save`)."""
+    originals: tuple[ModelTensor, ...] = ()
+    """The frozen parameters in the place of which trained copies stand (`modules_to_save`)."""
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -104,17 +110,25 @@ def policy_tensors(
         if name in copies:
             base.append(copies[name])
         elif name in linears and section is not None:
-            base.append(ModelTensor(name, shape, packed_bytes(shape, section), False, is_whole=_is_whole(name)))
+            base.append(_packed(name, shape, section))
         else:
-            frozen = _float32(name, shape, trained=False)
-            narrow = is_matrix(name, len(shape))
-            base.append(replace(frozen, bytes=frozen.elements * element_bytes) if narrow else frozen)
-    replaced = {name: FLOAT32_BYTES * copy.elements for name, copy in copies.items() if name in shapes}
-    return ModelTensors((*base, *(each for each in adapters if each.name not in shapes)), replaced)
+            base.append(_frozen(name, shape, element_bytes if is_matrix(name, len(shape)) else FLOAT32_BYTES))
+    originals = tuple(_frozen(name, shapes[name], FLOAT32_BYTES) for name in copies if name in shapes)
+    return ModelTensors((*base, *(each for each in adapters if each.name not in shapes)), originals)
 
 
 def _float32(name: str, shape: tuple[int, ...], *, trained: bool) -> ModelTensor:
     return ModelTensor(name, shape, FLOAT32_BYTES * math.prod(shape), trained, is_whole=_is_whole(name))
+
+
+def _packed(name: str, shape: tuple[int, ...], section: QuantizationSection) -> ModelTensor:
+    return ModelTensor(
+        name, shape, packed_bytes(shape, section), trained=False, is_whole=_is_whole(name), packed=section
+    )
+
+
+def _frozen(name: str, shape: tuple[int, ...], element_bytes: int) -> ModelTensor:
+    return ModelTensor(name, shape, element_bytes * math.prod(shape), trained=False, is_whole=_is_whole(name))
 
 
 def _is_whole(name: str) -> bool:
@@ -154,23 +168,25 @@ def _adapter_tensors(recipe: Recipe, config: ModelConfig, token_ids: Sequence[in
                 is_parameter=not tensor.is_buffer,
                 of_adapter=True,
                 is_whole=place.endswith(".token_rows") or ".projection." in place or _is_whole(place),
+                linear=f"{place.partition('.adapter.')[0]}.weight",
+                axes=tensor.axes,
             )
 
 
 def frozen_tensors(
     config: ModelConfig, precision: str, section: QuantizationSection | None, *, in_float32: bool
-) -> dict[str, int]:
-    """Name -> bytes of each parameter of a frozen model without adapters.
+) -> tuple[ModelTensor, ...]:
+    """The tensors of a frozen model without adapters.
 
     section: packs its linear layers. in_float32: whether all others are kept in float32, as those that follow the
     policy's are.
     """
     linears = _linears(config) if section is not None else set[str]()
-    sizes = {}
+    tensors = []
     for name, shape in parameter_shapes(config).items():
         if section is not None and name in linears:
-            sizes[name] = packed_bytes(shape, section)
+            tensors.append(_packed(name, shape, section))
         else:
             narrow = is_matrix(name, len(shape)) and not in_float32
-            sizes[name] = math.prod(shape) * (ELEMENT_BYTES[precision] if narrow else FLOAT32_BYTES)
-    return sizes
+            tensors.append(_frozen(name, shape, ELEMENT_BYTES[precision] if narrow else FLOAT32_BYTES))
+    return tuple(tensors)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from danlu.assembly.memory_estimate import (
     BytesByDevice,
-    CriticPass,
     MemoryEstimate,
     find_micro_batch,
     gathered_parameters,
-    stage_config,
+    kernels_name,
     with_devices,
 )
 from danlu.assembly.parallelize import shards_on_host
@@ -26,6 +25,8 @@ from danlu.objectives.loss_memory import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.product_peak import Peak, peak_of
+from danlu.planning.rank_memory import stage_config
+from danlu.planning.step_estimate import CriticPass
 from danlu.stages.learner import objective_tensors
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import LeastSeconds
@@ -80,6 +81,8 @@ class DecoderBudget:
             plan=policy.placed.plan,
             micro=micro,
             device_type=policy.device.type,
+            kernels=kernels_name(policy.device.type),
+            has_head=model.chunks.has_last,
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
             critic=critic,

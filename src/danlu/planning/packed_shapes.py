@@ -1,0 +1,70 @@
+"""Shapes of the tensors that hold a quantized matrix, whole or the part of a tensor rank. Imports no torch.
+
+O outputs · I inputs · E experts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from danlu.core.shard_box import ShardBox
+from danlu.recipe.sections.model import Int4, Int8, QuantizationSection
+
+NESTED_BLOCK = 256
+"""Blocks of four-bit numbers that share one float32 for their scales under double quantization."""
+
+
+class PackedShape(NamedTuple):
+    """The tensors of a packed matrix [O, I], or of several [E, O, I]."""
+
+    codes: tuple[int, ...]
+    """The shape of the codes, bytes, which data ranks may shard by their first dimension."""
+    constants: int
+    """Bytes of scales and offsets, which each process has whole."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return math.prod(self.codes) + self.constants
+
+
+def packed_shape(shape: Sequence[int], section: QuantizationSection, box: ShardBox | None = None) -> PackedShape:
+    """The tensors of a matrix [O, I], or of several [E, O, I], that a section of the recipe packs.
+
+    box: the part of it that a rank has. A block or group is never of two blocks of the whole matrix, so blocks get
+    smaller where the box cuts them.
+    """
+    box = box or ShardBox.full(shape)
+    stacked, (outputs, inputs) = box.sizes[:-2], box.sizes[-2:]
+    of_matrix = (_integers if isinstance(section, Int8 | Int4) else _four_bit)(section, shape[-1], box)
+    assert outputs and inputs, f"a part without numbers of {shape}"
+    return PackedShape((*stacked, *of_matrix.codes), math.prod(stacked) * of_matrix.constants)
+
+
+def packed_bytes(shape: Sequence[int], section: QuantizationSection) -> int:
+    """Bytes of codes, and of the scales of blocks or groups, of a whole matrix or of several."""
+    return packed_shape(shape, section).bytes
+
+
+def _integers(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:
+    assert isinstance(section, Int8 | Int4)
+    (rows, columns), start = box.sizes[-2:], box.offsets[-1]
+    width = columns if section.kind == "int8" else -(-columns // 2)
+    return PackedShape((rows, width), 4 * rows * -(-columns // math.gcd(section.group, start)))
+
+
+def _four_bit(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:
+    assert not isinstance(section, Int8 | Int4)
+    (rows, columns), (row, column) = box.sizes[-2:], box.offsets[-2:]
+    block: int = section.block
+    count, start = rows * columns, row * inputs + column
+    # Double quantization keeps a byte for each block, a float32 for each 256 of those, and one float32 offset
+    # (arXiv:2305.14314, section 3); a part that begins within such a block has float32 scales.
+    has_whole_blocks = columns == inputs and start % block == 0
+    is_double = section.double and has_whole_blocks and start // block % NESTED_BLOCK == 0
+    if not has_whole_blocks:
+        block = math.gcd(block, start) if columns == inputs else math.gcd(block, inputs, column, columns)
+    blocks = -(-count // block)
+    return PackedShape((-(-count // 2), 1), blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if is_double else 4 * blocks)

@@ -1,0 +1,198 @@
+"""The memory of one process of a layout, by part, from configs alone. Imports no torch.
+
+Parameters, gradients, optimizer state and gathered parameters are counted to the byte, as `assembly` and `optim`
+allocate them; activations are those of `step_estimate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from danlu.core.types import MemoryParts, Role
+from danlu.models.chunks import Chunks
+from danlu.models.config import ModelConfig
+from danlu.optim.state_shapes import FLOAT32_BYTES, average_bytes, optimizer_bytes
+from danlu.parallel.layout import Layout
+from danlu.parallel.schedules import peak_in_flight, schedule
+from danlu.planning.batch_shape import Kernels
+from danlu.planning.gathered_memory import gathered_at_a_time
+from danlu.planning.model_tensors import ELEMENT_BYTES
+from danlu.planning.pipeline_split import num_chunks
+from danlu.planning.rank_tensors import RankPlace, RankTensor
+from danlu.planning.step_estimate import CriticPass, StepEstimate
+from danlu.planning.workload import Workload
+from danlu.recipe import sections
+from danlu.recipe.value import VALUE, value_share
+
+_ROUND = 4
+"""Micro-batches for each stage in a step that fills the pipeline."""
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """The bytes of a process that do not depend on its micro-batches."""
+
+    parts: MemoryParts
+    """All parts but activations and logits."""
+    offloaded: int
+    """Bytes that `memory.offload` keeps in the host's memory or in files."""
+    by_role: Mapping[Role, int]
+    """The bytes of each model's parameters and buffers."""
+
+
+def rank_states(workload: Workload, layout: Layout, *, stage: int = 0, device_type: str = "cpu") -> RankStates:
+    """The states of the process of a stage that has most: the first one of those with the largest shards."""
+    # The last rank has the rest of the vocabulary; where a matrix is cut decides the size of its quantized blocks.
+    is_packed = any(each.packed is not None for each in workload.policy.tensors)
+    ranks = range(layout.tensor) if is_packed else sorted({0, layout.tensor - 1})
+    by_rank = [_states(workload, layout, stage, rank, device_type) for rank in ranks]
+    return max(by_rank, key=lambda states: states.parts.total)
+
+
+def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, device_type: str) -> RankStates:
+    recipe, config, policy = workload.recipe, workload.config, workload.policy
+
+    def place(of: ModelConfig) -> RankPlace:
+        sharded = recipe.parallel.shard != "none"
+        return RankPlace(layout, workload.chunks(stage, of), tensor_rank, sharded)
+
+    own = list(place(config).tensors(policy.tensors, config))
+    originals = list(replace(place(config), sharded=False).tensors(policy.originals, config))
+    frozen = {model.role: list(place(model.config).tensors(model.tensors, model.config)) for model in workload.frozen}
+    critic = (
+        []
+        if workload.critic is None
+        else list(place(workload.critic).tensors(workload.critic_tensors, workload.critic))
+    )
+    trained = {each.name: each.shape for each in own if each.whole.trained}
+    trained |= {f"{VALUE}.{each.name}": each.shape for each in critic}
+    is_paged = _is_paged(workload, device_type)
+    optimizer = optimizer_bytes(recipe.optimizer, trained, paged=is_paged)
+    average = average_bytes(trained.values()) if recipe.ema is not None else 0
+    by_role = {
+        "policy": _bytes(own) + _bytes(originals),
+        **{role: _bytes(tensors) for role, tensors in frozen.items()},
+        **({VALUE: _bytes(critic)} if critic else {}),
+        **({"rewards": workload.reward_bytes} if workload.reward_bytes else {}),
+    }
+    adapter = sum(each.bytes for each in own if each.whole.of_adapter and each.whole.is_parameter)
+    parts = MemoryParts(
+        weights=sum(by_role.values()) - adapter,
+        adapter=adapter,
+        gradients=optimizer.gradients,
+        optimizer=optimizer.resident,
+        average=average,
+        activations=0,
+        logits=0,
+    )
+    offloaded = optimizer.state - optimizer.resident
+    if _is_on_host(workload, layout, device_type):
+        offloaded += parts.total
+        parts = replace(parts, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
+    gathered, gradients = _gathered(workload, own)
+    gathered += sum(_gathered(workload, tensors)[0] for tensors in frozen.values())
+    of_critic = _gathered(workload, critic)
+    parts = replace(
+        parts,
+        gradients=parts.gradients + gradients + of_critic[1],
+        packed=_workspace_elements([*own, *(each for tensors in frozen.values() for each in tensors)], device_type)
+        * ELEMENT_BYTES[recipe.precision],
+        gathered=gathered + of_critic[0],
+        stash=_weight_delay(workload, stage) * FLOAT32_BYTES * sum(map(math.prod, trained.values())),
+    )
+    return RankStates(parts, offloaded, by_role)
+
+
+def _bytes(tensors: Iterable[RankTensor]) -> int:
+    return sum(each.bytes for each in tensors)
+
+
+def _is_paged(workload: Workload, device_type: str) -> bool:
+    """Whether the optimizer's state lies in pages, of which one parameter's is on the device at a time."""
+    recipe = workload.recipe
+    leaves_device = device_type != "cpu" or recipe.memory.folder is not None
+    return isinstance(recipe.optimizer, sections.PagedAdamW) or ("optimizer" in recipe.memory.offload and leaves_device)
+
+
+def _is_on_host(workload: Workload, layout: Layout, device_type: str) -> bool:
+    """Whether shards of parameters lie in the host's memory."""
+    recipe = workload.recipe
+    is_shared = layout.data * layout.context > 1
+    return "parameters" in recipe.memory.offload and device_type != "cpu" and is_shared
+
+
+def _gathered(workload: Workload, tensors: Sequence[RankTensor]) -> tuple[int, int]:
+    """(bytes of whole parameters, bytes of whole gradients) that a process has at a time."""
+    recipe = workload.recipe
+    sharded = {}
+    for each in tensors:
+        if each.gathered is not None:
+            is_narrow = recipe.adapter is None and each.whole.packed is None
+            element_bytes = ELEMENT_BYTES[recipe.precision] if is_narrow else each.element_bytes
+            count = math.prod(each.gathered)
+            sharded[each.name] = count * element_bytes, count * each.whole.trained
+    return gathered_at_a_time(sharded, recipe.parallel)
+
+
+def _workspace_elements(tensors: Sequence[RankTensor], device_type: str) -> int:
+    """Numbers of the largest dense matrix that is made of a packed one; of experts on a GPU of all of a process."""
+    counts = [0]
+    for each in tensors:
+        if each.whole.packed is not None:
+            counts.append(math.prod(each.cut[-2:] if device_type == "cpu" else each.cut))
+    return max(counts)
+
+
+def _weight_delay(workload: Workload, stage: int) -> int:
+    """The number of updates that a stage's weights lack when a micro-batch begins (PipeDream)."""
+    section = workload.recipe.parallel.pipeline
+    if section.stages == 1 or not section.updates_each_micro_batch:
+        return 0
+    return section.stages - 1 - (0 if section.vertical_sync else stage)
+
+
+def stage_step(
+    workload: Workload, stage: int, parts: MemoryParts, device_type: str, kernels: Kernels, micro: int
+) -> StepEstimate:
+    """The memory of a stage's step, activations and logits included.
+
+    parts: the states of its process. kernels: the attention kernels of the device. micro: packed sequences in a
+    micro-batch.
+    """
+    recipe = workload.recipe
+    chunks = workload.chunks(stage)
+    critic = None
+    if value_share(recipe) in ("base", "none"):
+        of_critic = workload.critic or workload.config
+        own = workload.chunks(stage, of_critic)
+        critic = CriticPass(stage_config(of_critic, own), workload.recompute(own))
+    return StepEstimate(
+        recipe,
+        stage_config(workload.config, chunks),
+        parts,
+        plan=workload.recompute(chunks),
+        micro=micro,
+        device_type=device_type,
+        kernels=kernels,
+        critic=critic,
+        in_flight=_in_flight(recipe.parallel.pipeline, stage),
+        has_head=chunks.has_last,
+    ).with_activations()
+
+
+def _in_flight(section: sections.Pipeline, stage: int) -> float:
+    """The micro-batches that a stage keeps activations of at once, in a step that fills the pipeline."""
+    if section.stages == 1:
+        return 1.0
+    per_rank = num_chunks(section) // section.stages
+    lists = schedule(section.schedule, section.stages, per_rank, _ROUND * section.stages)
+    return peak_in_flight(lists[stage]) / per_rank
+
+
+def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
+    """The config of a model with the layers of one stage of a pipeline alone."""
+    if chunks.last == 0:
+        return config
+    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))

@@ -1,0 +1,155 @@
+"""The parts of a model's tensors that one process has, from shapes alone. Imports no torch.
+
+The cuts are those of the code that makes them: pipeline stages (`parallel.pipeline_split`), ranks with other experts
+(`parallel.expert`), tensor ranks (`parallel.tensor`), data and context ranks (`parallel.data`, which shards as
+`fully_shard` does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from danlu.core.shard_box import ShardBox
+from danlu.models.chunks import Chunks
+from danlu.models.config import ModelConfig
+from danlu.models.tensor_cut import TensorPart, tensor_parts
+from danlu.parallel.layout import Layout, expert_shard_dim
+from danlu.planning.model_tensors import ModelTensor
+from danlu.planning.packed_shapes import packed_shape
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """The part of a model's tensor that a process has."""
+
+    whole: ModelTensor
+    cut: tuple[int, ...]
+    """The shape before data ranks shard it; of a packed matrix that of its numbers, not of its codes."""
+    shape: tuple[int, ...]
+    """The shape that this process has; of a packed matrix that of its codes."""
+    constants: int = 0
+    """Bytes of the scales of a packed matrix."""
+    gathered: tuple[int, ...] | None = None
+    """The shape that data ranks gather: `cut`, or that of the codes; None: they do not share it."""
+
+    @property
+    def name(self) -> str:
+        """The name in the model."""
+        return self.whole.name
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the process stores."""
+        if self.whole.packed is not None:
+            return math.prod(self.shape) + self.constants
+        return math.prod(self.shape) * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a stored number; of a packed matrix of one code."""
+        return 1 if self.whole.packed is not None else self.whole.bytes // max(1, self.whole.elements)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A process's place in a layout, as far as shapes depend on it: that of the largest shards of its stage."""
+
+    layout: Layout
+    chunks: Chunks
+    tensor_rank: int = 0
+    sharded: bool = False
+    """Whether data ranks share the tensors (`parallel.shard`)."""
+
+    def tensors(self, tensors: Iterable[ModelTensor], config: ModelConfig) -> Iterator[RankTensor]:
+        """Yields the parts of some tensors of a model with this config.
+
+        A tied embedding is on the first and on the last stage, and what adapters of all layers share on each.
+        """
+        for each in tensors:
+            if self._is_here(each, config):
+                yield self._part(each, config)
+
+    def _is_here(self, tensor: ModelTensor, config: ModelConfig) -> bool:
+        if self.layout.pipeline == 1 or ".projection." in tensor.name:
+            return True
+        is_tied = config.task == "causal-lm" and config.tie_word_embeddings
+        if self.chunks.has_last and is_tied and tensor.name == "embed_tokens.weight":
+            return True
+        return self.chunks.of_parameter(tensor.name) in self.chunks.local
+
+    def _part(self, tensor: ModelTensor, config: ModelConfig) -> RankTensor:
+        box = self._cut(tensor, config)
+        if tensor.packed is None:
+            shape = gathered = box.sizes
+            constants = 0
+        else:
+            shape, constants = packed_shape(tensor.shape, tensor.packed, box)
+            gathered = shape
+        shards = self.shards_of(tensor)
+        if shards is None:
+            return RankTensor(tensor, box.sizes, shape, constants)
+        sharded = list(shape)
+        if sharded:
+            dim = expert_shard_dim(shape, shards) if tensor.of_experts else 0
+            sharded[dim] = -(-sharded[dim] // shards)
+        return RankTensor(tensor, box.sizes, tuple(sharded), constants, gathered)
+
+    def shards_of(self, tensor: ModelTensor) -> int | None:
+        """The number of data ranks that share a tensor; None where each has all of it."""
+        layout = self.layout
+        if not self.sharded or layout.replicate * layout.shard * layout.context == 1:
+            return None
+        if tensor.is_whole or not tensor.is_parameter:
+            return None
+        if tensor.of_experts and layout.expert > 1:
+            shards = layout.expert_sizes[2]
+            return None if shards == 1 else shards
+        return layout.shard * layout.context
+
+    def _cut(self, tensor: ModelTensor, config: ModelConfig) -> ShardBox:
+        """The box of a tensor that tensor ranks and ranks with other experts leave."""
+        box = ShardBox.full(tensor.shape)
+        if tensor.of_experts and self.layout.expert > 1 and tensor.is_parameter:
+            box = box.narrow(0, 0, tensor.shape[0] // self.layout.expert)
+        if self.layout.tensor == 1:
+            return box
+        parts = _parts(config, self.layout.tensor, self.tensor_rank)
+        if (own := parts.get(tensor.name)) is not None:
+            return _within(own.box, box)
+        linear = parts.get(tensor.linear)
+        if linear is None or not tensor.axes:
+            return box
+        for dim, axis in enumerate(tensor.axes):
+            # A weight is [.., O, I].
+            side = -2 if axis == "outputs" else -1
+            if axis is not None and linear.box.sizes[side] != linear.box.global_shape[side]:
+                box = box.narrow(dim, linear.box.offsets[side], linear.box.sizes[side])
+        return box
+
+
+@lru_cache(maxsize=64)
+def _parts(config: ModelConfig, degree: int, rank: int) -> Mapping[str, TensorPart]:
+    # The boxes are alike with sequence parallelism; only the groups of their gradients differ.
+    parts = tensor_parts(config, degree, rank, sequence=False)
+    if "lm_head.weight" not in parts:
+        parts["lm_head.weight"] = parts["embed_tokens.weight"]
+    return parts
+
+
+def _within(cut: ShardBox, of_rank: ShardBox) -> ShardBox:
+    """The box of a cut along one dimension within a box along another."""
+    for dim, (start, size, whole) in enumerate(zip(cut.offsets, cut.sizes, cut.global_shape, strict=True)):
+        if size != whole:
+            of_rank = of_rank.narrow(dim, start, size)
+    return of_rank
+
+
+def largest_rank(
+    places: Sequence[RankPlace], tensors: Sequence[ModelTensor], config: ModelConfig
+) -> tuple[RankPlace, list[RankTensor]]:
+    """The place with the most bytes of some tensors, and its parts; of equal ones the first."""
+    candidates = [(place, list(place.tensors(tensors, config))) for place in places]
+    return max(candidates, key=lambda candidate: sum(each.bytes for each in candidate[1]))

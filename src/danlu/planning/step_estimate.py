@@ -1,0 +1,182 @@
+"""The activations of a step, and the memory that they take with the rest, before there is one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from danlu.core.types import MemoryParts
+from danlu.memory.layer_plan import LayerPlan
+from danlu.models.config import ModelConfig
+from danlu.models.kernel_limits import SHORT_DOCUMENT
+from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
+from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
+from danlu.planning.batch_shape import BatchShape, Document, DocumentRun, Kernels, RankShare
+from danlu.planning.layer_training import layers_training
+from danlu.planning.model_tensors import ELEMENT_BYTES
+from danlu.recipe import Recipe
+
+_FLOAT32 = 4
+
+
+class CriticPass(NamedTuple):
+    """A second pass with gradients, of a model of values."""
+
+    config: ModelConfig
+    plan: Sequence[LayerPlan]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The expected memory of a step of one process, by what its micro-batches keep."""
+
+    recipe: Recipe
+    config: ModelConfig
+    """The model; for a stage of a pipeline, with the layers that it has."""
+    parts: MemoryParts
+    """Bytes on the device that computes; activations and logits are added by `with_activations`."""
+    _: KW_ONLY
+    plan: Sequence[LayerPlan]
+    """The recomputation of each layer; empty where it is not known (`recompute: planned`, before layers are
+    measured)."""
+    micro: int
+    """Packed sequences of full length in a micro-batch."""
+    device_type: str
+    kernels: Kernels = "cpu"
+    """The attention kernels of the device."""
+    critic: CriticPass | None = None
+    """The pass of a value model, with activations that are kept together with the policy's."""
+    in_flight: float = 1.0
+    """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
+    has_head: bool = True
+    """Whether the loss is computed there."""
+    lengths: np.ndarray | None = field(default=None, compare=False)
+    """[rows] int: tokens of each row that is trained on; None where rows are not known."""
+
+    def with_activations(self) -> Self:
+        """The estimate with activations and logits, where `parts` has what does not depend on the data."""
+        sequences = max(self.micro, self._most_paths)
+        logits = self._loss_workspace(sequences) + self._head_copy
+        activations = self._activations(sequences).peak(logits) - logits
+        return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
+
+    def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
+        """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
+        return StepMemory(
+            fixed=self.parts.total - self.parts.activations - self.parts.logits + self._head_copy,
+            activations=self._activations(1, plan),
+            loss_workspace=self._loss_workspace(1),
+            max_loss_workspace=slice_bytes(self.device_type),
+            smallest=self._most_paths,
+        )
+
+    @property
+    def _most_paths(self) -> int:
+        """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+        return 2 if self.recipe.row_type == "preference" or self.recipe.needs_mismatched else 1
+
+    def _activations(self, sequences: int, plan: Sequence[LayerPlan] | None = None) -> ActivationBytes:
+        """Bytes of a micro-batch; with a critic both passes have their activations when the backward pass begins.
+
+        plan: in place of the recipe's own.
+        """
+        activations = self._pass_activations(sequences, self.config, self.plan if plan is None else plan)
+        if self.critic is None:
+            return activations
+        is_alike = plan is not None and len(plan) == len(self.critic.config.layers)
+        critic_plan = plan if plan is not None and is_alike else self.critic.plan
+        own = self._pass_activations(sequences, self.critic.config, critic_plan)
+        return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
+
+    def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
+        """Bytes of one model's pass over the micro-batch that takes the most."""
+        section, memory, device_type = self.recipe.parallel, self.recipe.memory, self.device_type
+        training = layers_training(self.recipe, config)
+        kinds = [(layer.kind, layer.segment) for layer in plan] or [("none", None)] * len(config.layers)
+        settings = ActivationPlan(
+            layers=[LayerPass(*kind, own) for kind, own in zip(kinds, training, strict=True)],
+            offload="activations" in memory.offload and (device_type != "cpu" or memory.folder is not None),
+            in_flight=device_type != "cpu",
+            share=RankShare(section.tensor, section.sequence),
+        )
+        element_bytes = ELEMENT_BYTES[self.recipe.precision]
+        activations = max(
+            (
+                activation_bytes(config, BatchShape(documents, element_bytes, self.kernels), settings)
+                for documents in self._documents(sequences)
+            ),
+            key=lambda mix: mix.peak(0),
+        )
+        if self.in_flight != 1:
+            activations = replace(activations, kept=round(self.in_flight * activations.kept))
+        budget = memory.recompute.budget
+        if budget is None or plan:
+            return activations
+        # Which layers recompute is found once they are measured; the plan then keeps to its budget.
+        return ActivationBytes(min(activations.kept, int(budget * 2**30)))
+
+    def _documents(self, sequences: int) -> list[tuple[Document, ...]]:
+        """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep
+        probabilities, where longer ones leave them to a kernel.
+        """
+        length = self.recipe.data.max_length
+        mixes = [tuple(map(_document, self._longest(sequences, length)))]
+        if self.device_type == "cpu":
+            is_pair = self._most_paths == 2
+            # A row with two answers that are as long as the prompt is a stem and two branches of a third each, and a
+            # branch keeps probabilities of its whole path.
+            short = SHORT_DOCUMENT * 3 // 2 if is_pair else SHORT_DOCUMENT
+            rows = self._longest(sequences, short, short)
+            mixes.append(tuple(map(_pair if is_pair else _document, rows)))
+        return [mix for mix in mixes if mix]
+
+    def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
+        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
+
+        A longer row is cut: into packed sequences, or one with two answers into as many paths.
+        """
+        tokens = sequences * self.recipe.data.max_length
+        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
+        if self.lengths is not None:
+            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
+            whole, rest = min(whole, int((rows // length).sum())), rows % length
+        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
+        before = np.cumsum(documents) - documents
+        documents = np.minimum(documents, tokens - before)[before < tokens]
+        return [int(each) for each in documents]
+
+    def _loss_workspace(self, sequences: int) -> int:
+        """Bytes that the fused head and loss take in addition to their inputs, if every token is trained."""
+        recipe, config = self.recipe, self.config
+        if not self.has_head or config.task != "causal-lm":
+            return 0
+        return workspace_bytes(
+            sequences * recipe.data.max_length,
+            config.hidden_size,
+            config.vocab_size // recipe.parallel.tensor,
+            element_bytes=ELEMENT_BYTES[recipe.precision],
+            device_type=self.device_type,
+            frozen=recipe.adapter is not None,
+        )
+
+    @property
+    def _head_copy(self) -> int:
+        """Bytes of the matrix that `Decoder.head_weight` makes of a head with a bias, and of its gradient."""
+        recipe, config = self.recipe, self.config
+        if not (self.has_head and config.has_own_head and config.head_bias):
+            return 0
+        matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
+        return matrix * (2 * _FLOAT32 if recipe.adapter is None else ELEMENT_BYTES[recipe.precision])
+
+
+def _document(tokens: int) -> Document:
+    return (DocumentRun(tokens),)
+
+
+def _pair(tokens: int) -> Document:
+    """A prompt and two answers, all of one length."""
+    third = max(1, tokens // 3)
+    return DocumentRun(third), DocumentRun(third, third), DocumentRun(third, third)

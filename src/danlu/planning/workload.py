@@ -1,0 +1,77 @@
+"""The models that a recipe trains and runs, as tensors and settings of layers, from configs alone. Imports no torch.
+
+Nothing is read here: configs and the facts of folders are handed in (`run.read_workload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from danlu.core.types import Role
+from danlu.memory.layer_plan import LayerPlan, plan_of_layers
+from danlu.models.chunks import Chunks
+from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.optim.state_shapes import FLOAT32_BYTES
+from danlu.parallel.schedules import placement
+from danlu.planning.lengths import FULL_PACKS, Lengths
+from danlu.planning.model_tensors import ModelTensor, ModelTensors
+from danlu.planning.pipeline_split import chunk_sizes, num_chunks
+from danlu.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is run and not trained: a reference, a teacher."""
+
+    role: Role
+    config: ModelConfig
+    tensors: tuple[ModelTensor, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The models of a recipe, and the documents that they are trained on."""
+
+    recipe: Recipe
+    config: ModelConfig
+    """The policy."""
+    policy: ModelTensors
+    frozen: tuple[FrozenModel, ...] = ()
+    critic: ModelConfig | None = None
+    """The model of values, where it is a whole decoder."""
+    reward_bytes: int = 0
+    """Bytes of reward models, which the first process loads."""
+    lengths: Lengths = FULL_PACKS
+
+    @property
+    def critic_tensors(self) -> tuple[ModelTensor, ...]:
+        """The tensors of such a model of values, all of them trained."""
+        if self.critic is None:
+            return ()
+        return tuple(
+            ModelTensor(name, shape, FLOAT32_BYTES * _count(shape), trained=True)
+            for name, shape in parameter_shapes(self.critic).items()
+        )
+
+    def chunks(self, stage: int, config: ModelConfig | None = None) -> Chunks:
+        """The chunks of a pipeline's stage; config: of another model than the policy."""
+        section, config = self.recipe.parallel.pipeline, config or self.config
+        if section.stages == 1:
+            return Chunks.whole(len(config.layers))
+        local = placement(section.schedule, section.stages, num_chunks(section) // section.stages)[stage]
+        return Chunks.of_sizes(chunk_sizes(section, config), local)
+
+    def recompute(self, chunks: Chunks) -> list[LayerPlan]:
+        """The recomputation of the layers of a stage, numbered within it; empty where layers are to be measured."""
+        section = self.recipe.memory.recompute
+        if section.kind == "planned":
+            return []
+        return plan_of_layers(section, chunks.local_layers, [chunks.layers[chunk] for chunk in chunks.local])
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count

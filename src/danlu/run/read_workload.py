@@ -1,0 +1,39 @@
+"""The models of a recipe, read from their configs and from the headers of weight files."""
+
+from __future__ import annotations
+
+from danlu.assembly.recipe_adapters import base_config
+from danlu.models.config import ModelConfig
+from danlu.planning.lengths import FULL_PACKS, Lengths
+from danlu.planning.model_tensors import frozen_tensors
+from danlu.planning.workload import FrozenModel, Workload
+from danlu.recipe import Recipe
+from danlu.recipe.value import value_share
+from danlu.run.preview_model import tensors_of
+from danlu.stages.protocols import frozen_models
+from danlu.stages.rewards import own_reward_bytes, shared_rewards
+from danlu.stages.table import STAGES
+from danlu.stages.value_model import own_config
+
+
+def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_PACKS, *, judges: bool) -> Workload:
+    """Reads the workload of a recipe.
+
+    config: the policy's. judges: whether reward models upon the policy's base share its weights. Raises ModelError for
+    a model that cannot be read, and RecipeError for an adapter that does not fit it.
+    """
+    frozen = []
+    for role, spec in frozen_models(STAGES[recipe.stage].models(recipe)).items():
+        own = config if spec.section.path is None else base_config(spec.section)
+        in_float32 = spec.mixing is not None
+        tensors = frozen_tensors(own, recipe.precision, spec.quantization, in_float32=in_float32)
+        frozen.append(FrozenModel(role, own, tensors))
+    return Workload(
+        recipe,
+        config,
+        tensors_of(recipe, config),
+        tuple(frozen),
+        critic=own_config(recipe, config.vocab_size) if value_share(recipe) == "none" else None,
+        reward_bytes=own_reward_bytes(recipe, shared_rewards(recipe) if judges else ()),
+        lengths=lengths,
+    )
