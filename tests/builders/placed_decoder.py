@@ -25,11 +25,12 @@ def config_of(recipe: Recipe) -> ModelConfig:
     return read_config_values({"vocab_size": 400, **recipe.model.config})
 
 
-def placed_of(recipe: Recipe, config: ModelConfig | None = None) -> PlacedDecoder:
-    """The model of a recipe as one process on the CPU places it, without rows."""
+def placed_of(recipe: Recipe, config: ModelConfig | None = None, *, ranks: Ranks | None = None) -> PlacedDecoder:
+    """The model of a recipe as a process on the CPU places it, without rows. ranks: None is a process alone."""
+    ranks = ranks or Ranks()
     if config is None and recipe.model.path is not None:
         config = read_config(Path(recipe.model.path))
     elif config is None:
         config = config_of(recipe)
-    placed = place(subject_of(recipe, config, CPU), recipe, Ranks(), CPU)
+    placed = place(subject_of(recipe, config, CPU, ranks=ranks), recipe, ranks, CPU)
     return placed_decoder(recipe, STAGES[recipe.stage], placed, config, CPU)

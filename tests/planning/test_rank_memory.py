@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from builders.expert_folder import EXPERTS, expert_folder
+from builders.placed_decoder import placed_of
 from builders.pretended_ranks import pretended_rank
 from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.optimizer import optimizer_of
-from danlu.assembly.parallelize import place, subject_of
 from danlu.core.types import MemoryParts
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
@@ -22,9 +22,7 @@ from danlu.planning.rank_memory import RankStates, rank_states
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe, load
 from danlu.run.read_workload import read_workload
-from danlu.stages.builder import placed_decoder
 from danlu.stages.step_budget import DecoderBudget
-from danlu.stages.table import STAGES
 
 CPU = torch.device("cpu")
 LORA = {"kind": "lora", "targets": ["all-linear", "lm_head"], "modules_to_save": ["norm"]}
@@ -85,8 +83,7 @@ def recipe_of(world: World, folder: Path, name: str) -> tuple[Recipe, ModelConfi
 def counted(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int) -> MemoryParts:
     """The parts of a step that a rank's placed model, optimizer and shards take."""
     with pretended_rank(layout, rank) as ranks:
-        placed = place(subject_of(recipe, config, CPU, ranks=ranks), recipe, ranks, CPU)
-        decoder = placed_decoder(recipe, STAGES[recipe.stage], placed, config, CPU)
+        decoder = placed_of(recipe, config, ranks=ranks)
         return DecoderBudget(decoder).estimate(optimizer_of(decoder.parameters(), recipe, CPU), 1).parts
 
 

@@ -16,7 +16,7 @@ from danlu.models.kernel_limits import (
 from danlu.models.layer_spec import LayerSpec
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.operations import Operation
-from danlu.planning.batch_shape import BatchShape, DocumentRun
+from danlu.planning.batch_shape import BatchShape, ContextCut, DocumentRun
 
 _FLOAT32 = 4
 
@@ -33,9 +33,24 @@ def attention_kept(
     heads = mixer.heads // degree
     groups = max(1, mixer.kv_heads // degree)
     values = mixer.v_head_dim if isinstance(mixer, Latent) else mixer.head_dim
+    if batch.context is not None:
+        return _context(operation, batch, batch.context, heads, groups * (mixer.head_dim + values), values)
     if batch.kernels == "flash":
         return _flash(operation, batch, mixer, heads, groups, values)
     return _cpu(operation, batch, mixer, heads, groups, values, again=again)
+
+
+def _context(
+    operation: Operation, batch: BatchShape, cut: ContextCut, heads: int, keys: int, values: int
+) -> tuple[tuple[str, ...], int, int]:
+    """Tiles keep queries, keys, values, the output and a logsumexp of each row; gathered keys are kept too, and where
+    heads are exchanged the output of a rank's heads next to that of its tokens.
+
+    keys: numbers of the keys and values of a token.
+    """
+    elements = batch.tokens * keys * (cut.ring - 1) * cut.gathers
+    elements += batch.tokens * heads * values * (cut.heads > 1)
+    return (*operation.reads, operation.makes[0].name), elements, batch.tokens * heads
 
 
 def _flash(
@@ -164,10 +179,12 @@ def attention_temporaries(spec: LayerSpec, batch: BatchShape, degree: int, *, ba
     mixer = spec.mixer
     if isinstance(mixer, Delta):
         return _scan_temporaries(mixer, batch, degree, backward=backward)
-    if batch.kernels == "flash":
-        return 0
     heads, groups = mixer.heads // degree, max(1, mixer.kv_heads // degree)
     values = mixer.v_head_dim if isinstance(mixer, Latent) else mixer.head_dim
+    if batch.context is not None:
+        return _ring_temporaries(mixer.head_dim, values, heads, groups, batch, backward=backward)
+    if batch.kernels == "flash":
+        return 0
     sizes = [0, 0]
     for run in (run for document in batch.documents for run in document):
         if _goes_by_blocks(run, mixer, batch.short_document):
@@ -178,6 +195,18 @@ def attention_temporaries(spec: LayerSpec, batch: BatchShape, degree: int, *, ba
     of_keys = batch.tokens * groups * (mixer.head_dim + values) * _FLOAT32
     of_block = heads * BLOCK_ROWS * (mixer.head_dim + values) if largest else 0
     return (heads * (2 * largest + before) + of_block) * batch.element_bytes + of_keys * batch.is_half
+
+
+def _ring_temporaries(size: int, values: int, heads: int, groups: int, batch: BatchShape, *, backward: bool) -> int:
+    """Bytes of the float32 sums of a ring, and of the keys and values of two other ranks.
+
+    Forward the sums are those of outputs, and two numbers of each row; backward those of the gradients of queries, keys
+    and values, with the gradients of the keys that travel.
+    """
+    keys = batch.tokens * groups * (size + values)
+    if not backward:
+        return batch.tokens * heads * (values + 2) * _FLOAT32 + 2 * keys * batch.element_bytes
+    return (batch.tokens * heads * size + 3 * keys) * _FLOAT32 + 2 * keys * batch.element_bytes
 
 
 def _block_sizes(run: DocumentRun, window: int | None) -> tuple[int, int]:

@@ -26,6 +26,17 @@ Document = tuple[DocumentRun, ...]
 """The runs of a document: one, or of a tree the stem and its branches."""
 
 
+class ContextCut(NamedTuple):
+    """How documents are cut over context ranks (`parallel.context`)."""
+
+    ring: int = 1
+    """The ranks that keys travel among."""
+    heads: int = 1
+    """The neighbouring ranks that exchange tokens for heads."""
+    gathers: bool = False
+    """Whether keys of all ranks are gathered at once, instead of going around the ring."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """The lengths of a micro-batch's documents, and the types and kernels that they are computed with."""
@@ -36,6 +47,8 @@ class BatchShape:
     kernels: Kernels = "cpu"
     grouped_heads: bool = True
     """Whether the flash kernel takes fewer heads of keys than of queries; otherwise keys and values are repeated."""
+    context: ContextCut | None = None
+    """The cut of each document over context ranks; the runs of `documents` are then the tokens of this rank."""
 
     @property
     def tokens(self) -> int:

@@ -14,10 +14,11 @@ from danlu.models.config import ModelConfig
 from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
 from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
-from danlu.planning.batch_shape import BatchShape, Document, DocumentRun, Kernels, RankShare
+from danlu.planning.batch_shape import BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
 from danlu.planning.layer_training import layers_training
 from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.recipe import Recipe
+from danlu.recipe.sections import Context
 
 _FLOAT32 = 4
 
@@ -105,7 +106,11 @@ class StepEstimate:
         element_bytes = ELEMENT_BYTES[self.recipe.precision]
         activations = max(
             (
-                activation_bytes(config, BatchShape(documents, element_bytes, self.kernels), settings)
+                activation_bytes(
+                    config,
+                    BatchShape(documents, element_bytes, self.kernels, context=context_cut(section.context)),
+                    settings,
+                )
                 for documents in self._documents(sequences)
             ),
             key=lambda mix: mix.peak(0),
@@ -122,7 +127,9 @@ class StepEstimate:
         """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep
         probabilities, where longer ones leave them to a kernel.
         """
-        length = self.recipe.data.max_length
+        length, context = self.recipe.data.max_length, self.recipe.parallel.context.size
+        if context > 1:
+            return [tuple(_document(-(-tokens // context)) for tokens in self._longest(sequences, length))]
         mixes = [tuple(map(_document, self._longest(sequences, length)))]
         if self.device_type == "cpu":
             is_pair = self._most_paths == 2
@@ -154,7 +161,7 @@ class StepEstimate:
         if not self.has_head or config.task != "causal-lm":
             return 0
         return workspace_bytes(
-            sequences * recipe.data.max_length,
+            -(-sequences * recipe.data.max_length // recipe.parallel.context.size),
             config.hidden_size,
             config.vocab_size // recipe.parallel.tensor,
             element_bytes=ELEMENT_BYTES[recipe.precision],
@@ -170,6 +177,14 @@ class StepEstimate:
             return 0
         matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
         return matrix * (2 * _FLOAT32 if recipe.adapter is None else ELEMENT_BYTES[recipe.precision])
+
+
+def context_cut(section: Context) -> ContextCut | None:
+    """The cut of documents by a recipe's section; None on one context rank."""
+    if section.size == 1:
+        return None
+    heads = section.size if section.method == "ulysses" else section.ulysses
+    return ContextCut(section.size // heads, heads, section.method == "gather")
 
 
 def _document(tokens: int) -> Document:
