@@ -46,10 +46,10 @@ from danlu.core.http_client import HTTPClient
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.inference.pool import CachePool
 from danlu.inference.request import NewToken, Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
+from danlu.planning.cache_memory import block_bytes
 
 CASES = ("launch", "equal", "samples", "ragged", "exact")
 PEERS = ("generate", "continuous", "vllm")
@@ -155,7 +155,7 @@ class Danlu:
     def __init__(self, model: Decoder, dtype: torch.dtype, options: EngineOptions | None = None) -> None:
         self.engine = EmbeddedEngine(model, options, dtype=dtype)
         layers = [layer.attention.cache for layer in model.layers.values()]
-        self._block_bytes = CachePool.block_bytes(layers, BLOCK, dtype)
+        self._block_bytes = block_bytes(layers, BLOCK, dtype.itemsize)
         self._runs = 0
 
     def __call__(self, workload: Workload) -> list[list[int]]:

@@ -11,10 +11,10 @@ import torch
 from builders.reference_attention import ReferenceAttention
 from danlu.inference.engine import EngineOptions
 from danlu.inference.penalties import SeenTokens
-from danlu.inference.pool import CachePool
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.sampling import DrawRow, draw
 from danlu.models.decoder import Decoder, Layer
+from danlu.planning.cache_memory import block_bytes
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)
@@ -31,7 +31,7 @@ def requests(
 def cache_of(model: Decoder, blocks: int, block: int = 16, **settings: Any) -> EngineOptions:
     """Options with a cache of so many blocks; the host's holds a thousand, if `preempt` is by swap."""
     layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
-    size = CachePool.block_bytes(layers, block, torch.float32)
+    size = block_bytes(layers, block, 4)
     swap = {"swap_gib": 1000 * size / 2**30, **settings}
     return EngineOptions(block=block, cache_gib=(blocks + 0.5) * size / 2**30, **swap)
 

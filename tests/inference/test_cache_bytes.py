@@ -14,6 +14,7 @@ from danlu.models.decoder import Decoder, Layer
 from danlu.models.layer_spec import Mixer
 from danlu.models.mixer_spec import Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
+from danlu.planning.cache_memory import block_bytes
 
 DOCS = Path(__file__).parents[2] / "docs" / "rollout.md"
 ROPE = Rope(1e4, 128, 4096)
@@ -61,5 +62,5 @@ def test_the_pool_allocates_what_the_formula_says(name: str, dtype: torch.dtype)
     storages = {view.untyped_storage().data_ptr(): view for layer in range(3) for view in pool.tensors(layer)}
     allocated = sum(view.dtype.itemsize * view.numel() for layer in range(3) for view in pool.tensors(layer))
     assert allocated == 5 * 4 * 3 * dtype.itemsize * config.layers[0].mixer.cached_width
-    assert CachePool.block_bytes(layers, 4, dtype) * 5 == allocated
+    assert block_bytes(layers, 4, dtype.itemsize) * 5 == allocated
     assert len(storages) == 1, "tensors of one shape lie in one"

@@ -15,7 +15,6 @@ from danlu.core.errors import ResourceError
 from danlu.inference.device_pools import DevicePools
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.inference.pool import CachePool
 from danlu.inference.request import Request, SamplingOptions
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
@@ -23,6 +22,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.mixer_spec import Latent
 from danlu.parallel.device_map import move_activations, move_parameters
+from danlu.planning.cache_memory import block_bytes
 
 MAP = DeviceMap("cpu:0", ("cpu:0", "cpu:1", "cpu:1", "cpu:2"), "cpu:2")
 SIZES: dict[str, Any] = {"vocab_size": 64, "layers": 4}
@@ -40,7 +40,7 @@ ROOMY: dict[str, Any] = {"cache_gib": 0.01}
 def tight(config: ModelConfig) -> dict[str, Any]:
     """Room for fourteen blocks, so that answers are swapped out."""
     layers = [layer.attention.cache for layer in Decoder(config).layers.values()]  # type: ignore[union-attr]
-    blocks = 14 * CachePool.block_bytes(layers, BLOCK, torch.float32)
+    blocks = 14 * block_bytes(layers, BLOCK, 4)
     return {"cache_gib": blocks / 2**30, "swap_gib": 0.01, "preempt": "swap"}
 
 

@@ -11,11 +11,11 @@ from danlu.core.errors import ModelError
 from danlu.inference.draft_model import DraftModelProposer
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
-from danlu.inference.pool import CachePool
 from danlu.inference.request import Request, SamplingOptions
 from danlu.inference.sampling import DrawRow
 from danlu.inference.speculative import DraftSequence
 from danlu.numerics.batch_invariant import batch_invariant
+from danlu.planning.cache_memory import block_bytes
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)
@@ -30,10 +30,7 @@ def requests(options=GREEDY, count=32, prompts=PROMPTS, **settings):
 def blocks_of(model, blocks, block=4, draft_model=None, **settings):
     """Options with a cache of so many blocks, and as many of the draft model."""
     models = [model] if draft_model is None else [model, draft_model]
-    size = sum(
-        CachePool.block_bytes([layer.attention.cache for layer in one.layers.values()], block, torch.float32)
-        for one in models
-    )
+    size = sum(block_bytes([layer.attention.cache for layer in one.layers.values()], block, 4) for one in models)
     return EngineOptions(block=block, cache_gib=(blocks + 0.5) * size / 2**30, swap_gib=1000 * size / 2**30, **settings)
 
 

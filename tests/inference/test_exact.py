@@ -19,7 +19,6 @@ from danlu.inference import model_runner
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
 from danlu.inference.logprob_gap import RolloutGap, rollout_gap
-from danlu.inference.pool import CachePool
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.support import support_matrix
 from danlu.models.decoder import Decoder
@@ -27,6 +26,7 @@ from danlu.models.modules import Linear
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.objectives import vocab_slices
+from danlu.planning.cache_memory import block_bytes
 from danlu.recipe import sections
 from danlu.stages.learner import DecoderLearner
 
@@ -211,7 +211,7 @@ def test_nothing_hangs_on_what_the_engine_does_meanwhile(small_decoder: Any, pre
     asked = requests(SAMPLING["T0.7"])
     want = engine(model, EngineOptions(exact=True, prefix_sharing=False)).generate(asked)
     layers = [layer.attention.cache for layer in model.layers.values()]  # type: ignore[union-attr]
-    size = CachePool.block_bytes(layers, 8, torch.float32)  # type: ignore[arg-type]
+    size = block_bytes(layers, 8, 4)  # type: ignore[arg-type]
     cramped = EngineOptions(
         exact=True, block=8, batch_tokens=13, cache_gib=22 * size / 2**30, swap_gib=1.0, preempt=preempt
     )

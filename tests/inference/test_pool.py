@@ -10,6 +10,7 @@ import torch
 from danlu.core.layer_types import LayerCache
 from danlu.inference.pool import CachePool
 from danlu.inference.scheduler import Chunk, Plan
+from danlu.planning.cache_memory import block_bytes
 
 CPU = torch.device("cpu")
 LAYERS = [LayerCache(((2, 8), (2, 8)), None), LayerCache(((2, 8), (2, 8)), 5), LayerCache(((16,), (4,)), None)]
@@ -35,10 +36,8 @@ def test_blocks_are_stored_head_by_head():
     made = pool()
     assert [tuple(kind.shape) for kind in made.tensors(1)] == [(6, 2, 4, 8)] * 2
     assert [tuple(kind.shape) for kind in made.tensors(2)] == [(6, 4, 16), (6, 4, 4)]
-    assert CachePool.block_bytes(LAYERS, 4, torch.float32) == sum(
-        kind[0].nbytes for layer in range(3) for kind in made.tensors(layer)
-    )
-    assert CachePool.block_bytes(LAYERS, 4, torch.bfloat16) * 2 == CachePool.block_bytes(LAYERS, 4, torch.float32)
+    assert block_bytes(LAYERS, 4, 4) == sum(kind[0].nbytes for layer in range(3) for kind in made.tensors(layer))
+    assert block_bytes(LAYERS, 4, 2) * 2 == block_bytes(LAYERS, 4, 4)
 
 
 def test_copies_and_fresh_blocks():

@@ -13,10 +13,10 @@ from danlu.core.errors import ModelError, ResourceError
 from danlu.core.layer_types import LayerCache
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
-from danlu.inference.pool import CachePool
 from danlu.inference.request import SamplingOptions
 from danlu.inference.state_pool import StatePool
 from danlu.models.decoder import Decoder, Layer
+from danlu.planning.cache_memory import block_bytes, state_bytes
 
 DRAWN = SamplingOptions(seed=3)
 LONG = [5 + number % 40 for number in range(40)]
@@ -26,7 +26,7 @@ SHARED = [[*LONG[:24], 1, 2], [*LONG[:24], 3], LONG[:20], [7, 8], LONG]
 def sizes(model: Decoder) -> tuple[int, int]:
     """Bytes of a sequence's states, and of a block of four tokens."""
     layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
-    return StatePool.slot_bytes(layers, torch.float32), CachePool.block_bytes(layers, 4, torch.float32)
+    return state_bytes(layers, 4), block_bytes(layers, 4, 4)
 
 
 def options_for(model: Decoder, sequences: int, **settings: int) -> EngineOptions:
@@ -45,7 +45,7 @@ def test_sums_over_all_tokens_are_float32_whatever_activations_are():
     assert torch.equal(kept, sums) and not torch.equal(
         sums.bfloat16().float(), sums
     )  # control: in bf16 they are others
-    assert StatePool.slot_bytes([layer], torch.bfloat16) == 6 * 2 + 4 * 4
+    assert state_bytes([layer], 2) == 6 * 2 + 4 * 4
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

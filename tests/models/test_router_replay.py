@@ -13,7 +13,7 @@ from danlu.memory.recomputed_function import RecomputedFunction, recomputed_with
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
-from danlu.models.router_replay import NO_ROUTE, recording, replaying, route_shape, routers_of
+from danlu.models.router_replay import NO_ROUTE, recording, replaying, routers_of
 
 TOKENS = 23
 
@@ -47,7 +47,7 @@ def test_a_replayed_pass_is_the_recorded_one_whatever_routers_would_choose() -> 
         with recording(model) as recorded:
             want = hidden(model)
         routes = recorded.stacked(torch.arange(TOKENS))
-        assert tuple(routes.shape) == (TOKENS, *(route_shape(model.config) or ())) and routes.dtype == torch.int16
+        assert tuple(routes.shape) == (TOKENS, *(model.config.route_shape or ())) and routes.dtype == torch.int16
         perturb(model)
         with replaying(model, routes):
             assert hidden(model).equal(want)

@@ -1487,9 +1487,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "training/test_executor.py",
     ),
     Mutation(
-        "inference/cache_size.py",
-        "max(block_bytes for block_bytes, _, _ in of_stages)",
-        "min(block_bytes for block_bytes, _, _ in of_stages)",
+        "planning/cache_memory.py",
+        "max(each.block_bytes for each in several)",
+        "min(each.block_bytes for each in several)",
         "inference/test_pipelined_decoder.py",
     ),
     Mutation(

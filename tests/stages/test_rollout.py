@@ -20,6 +20,7 @@ from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
 from danlu.inference.sharded_weights import ShardedWeights
 from danlu.parallel.ranks import Ranks
+from danlu.planning.cache_memory import EngineBounds
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import DraftModel, Ngram, Parallel, Rollout
 from danlu.stages.rollout import engine_options, rollout_engine
@@ -48,6 +49,14 @@ def test_settings_of_the_engine_are_the_recipes(tiny_world: World, tmp_path: Pat
     ):
         recipe = recipe.model_copy(update={"rollout": Rollout(draft=draft)})
         assert engine_options(recipe).draft == options
+
+
+def test_a_plan_has_the_bounds_of_the_engine(tiny_world: World, tmp_path: Path) -> None:
+    recipe = recipe_of(tiny_world, tmp_path)
+    other = {"sequences": 3, "batch_tokens": 77, "block": 8, "cache_gib": 0.5, "prefix_sharing": False}
+    for section in (Rollout(), Rollout(**other), Rollout(preempt="swap", swap_gib=1.5, draft=Ngram(tokens=6))):
+        recipe = recipe.model_copy(update={"rollout": section})
+        assert EngineBounds.of(recipe) == engine_options(recipe).bounds, f"{section}"
 
 
 def test_every_setting_of_the_engine_is_a_key() -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
 from danlu.core.errors import ModelError
 from danlu.inference.blocks import BlockPool
+from danlu.inference.cache_size import cache_sizes
 from danlu.inference.engine import EngineOptions
 from danlu.inference.model_runner import ModelRunner
-from danlu.inference.pool import CachePool
 from danlu.inference.sampling import ProposedToken, propose
 from danlu.inference.scheduler import Chunk, Plan
 from danlu.inference.speculative import DraftSequence, NgramProposer, Speculation
-from danlu.models.decoder import Decoder, Layer
-from danlu.models.router_replay import route_shape
+from danlu.models.decoder import Decoder
+from danlu.planning.cache_memory import shares_of_cache
 
 
 @dataclass
@@ -199,15 +198,11 @@ def speculation_of(
     if options.draft.kind == "ngram":
         return Speculation(NgramProposer(options.draft.longest)), options
     assert draft_model is not None, "options.draft asks for a draft model: give it"
+    of_draft = dataclasses.replace(options, routes=False)
     sizes = [
-        CachePool.block_bytes(
-            [cast(Layer, layer).attention.cache for layer in decoder.layers.values()],
-            options.block,
-            dtype or next(decoder.parameters()).dtype,
-            route_shape(decoder.config) if options.routes and decoder is model else None,
-        )
-        for decoder in (model, draft_model)
+        cache_sizes(decoder, own, dtype or next(decoder.parameters()).dtype)
+        for decoder, own in ((model, options), (draft_model, of_draft))
     ]
-    shares = [dataclasses.replace(options, cache_gib=options.cache_gib * size / sum(sizes)) for size in sizes]
+    shares = [dataclasses.replace(options, cache_gib=share) for share in shares_of_cache(options.cache_gib, sizes)]
     proposer = DraftModelProposer(draft_model, shares[1], vocab_size=model.config.vocab_size, dtype=dtype)
     return Speculation(proposer), shares[0]

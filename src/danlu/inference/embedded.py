@@ -21,7 +21,7 @@ from danlu.inference.draft_model import speculation_of
 from danlu.inference.engine import EngineOptions, EngineStatistics, PauseMode
 from danlu.inference.engine_adapters import EngineAdapters
 from danlu.inference.grammar import Grammars
-from danlu.inference.model_runner import ModelRunner, gib
+from danlu.inference.model_runner import ModelRunner
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Completion, OnError, OnToken, Request
@@ -33,6 +33,7 @@ from danlu.inference.stopping import Decode
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
+from danlu.planning.cache_memory import gib
 
 
 class EmbeddedEngine(StepwiseEngine):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from danlu.inference.request import Completion, Request
+from danlu.planning.cache_memory import EngineBounds
 
 PauseMode = Literal["abort", "keep"]
 """The treatment of unfinished requests: they end as they are, or stay where they are until `resume`. As in vLLM's
@@ -92,6 +93,20 @@ class EngineOptions:
     routes: bool = False
     """Whether `Completion.routes` is recorded, for a model with experts. Blocks that all windows have passed are kept
     then."""
+
+    @property
+    def bounds(self) -> EngineBounds:
+        """The limits of what the engine computes and keeps at a time."""
+        return EngineBounds(
+            self.sequences,
+            self.batch_tokens,
+            self.block,
+            self.cache_gib,
+            self.swap_gib if self.preempt == "swap" else 0.0,
+            self.prefix_sharing,
+            0 if self.draft is None else self.draft.tokens,
+            self.routes,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from danlu.core.device_moves import copy_to
-from danlu.core.errors import DanluError, DataError, ModelError, ResourceError
+from danlu.core.errors import DanluError, DataError, ModelError
 from danlu.core.spelling import did_you_mean
 from danlu.inference.answer import Answer, DrawnToken
-from danlu.inference.cache_size import GIB, CacheSizes, layer_caches
+from danlu.inference.cache_size import cache_sizes, layer_caches
 from danlu.inference.device_pools import DevicePools
 from danlu.inference.engine import EngineOptions
 from danlu.inference.engine_adapters import EngineAdapters
@@ -34,9 +34,10 @@ from danlu.inference.token_masks import MaskWriter
 from danlu.models.attend import NOT_EXACT, PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
-from danlu.models.router_replay import recording, route_shape
+from danlu.models.router_replay import recording
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
+from danlu.planning.cache_memory import GIB, PoolSize
 
 PROMPT_ROWS = 128
 """The number of a prompt's tokens with logits in memory at a time: logits of all would be larger than the model."""
@@ -89,32 +90,19 @@ class ModelRunner:
         self._mask_writer = MaskWriter()
         self._lengths_matter = model.config.rotates_by_length
         self._lengths_grow = model.config.rotates_by_growth
-        sizes = CacheSizes.of(model, options, self.dtype, None if stages is None else stages.pipeline)
-        self.route_shape = routes = route_shape(model.config) if options.routes else None
+        sizes = cache_sizes(model, options, self.dtype, None if stages is None else stages.pipeline)
+        self.route_shape = routes = model.config.route_shape if options.routes else None
         # A block that is given back would take the routes of its tokens with it.
         self.window = None if routes is not None else sizes.window
-        self.block_bytes, state_bytes = sizes.block_bytes, sizes.state_bytes
-        cache_bytes = int(options.cache_gib * GIB)
-        self.running_limit = options.sequences
-        """Sequences that are computed at a time; where layers have states, those may take half of the cache."""
-        if state_bytes:
-            self.running_limit = min(options.sequences, max(1, cache_bytes // 2 // state_bytes))
-            cache_bytes -= self.running_limit * state_bytes
-        most = self.running_limit * -(-model.config.context_length // options.block)  # with every context full
-        blocks = min(most, cache_bytes // self.block_bytes) if self.block_bytes and cache_bytes > 0 else 0
-        if blocks == 0 and (self.block_bytes or cache_bytes <= 0):
-            state = f" next to the state of a sequence ({gib(state_bytes)} GiB)" if state_bytes else ""
-            raise ResourceError(
-                f"rollout.cache_gib: {options.cache_gib} does not hold one block of {options.block} tokens "
-                f"({gib(self.block_bytes)} GiB){state}. Raise it, or lower rollout.block"
-            )
-        host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" and not state_bytes else 0
-        host_blocks = min(most, host_bytes // self.block_bytes) if host_bytes else 0
+        self.block_bytes = sizes.block_bytes
+        size = PoolSize.of(sizes, options.bounds, model.config.context_length)
+        self.running_limit = size.running
+        """Sequences that are computed at a time."""
         counts = {
-            "blocks": blocks or most,  # which take no memory where no layer keeps anything of single tokens
+            "blocks": size.blocks,
             "block": options.block,
-            "host_blocks": host_blocks,
-            "slots": self.running_limit if state_bytes else 0,
+            "host_blocks": size.host_blocks,
+            "slots": size.slots,
         }
         self.pool: CachePool | DevicePools
         if model.device_map is None:
@@ -379,8 +367,3 @@ def _next_row(answer: Answer, mask: np.ndarray | None) -> DrawRow:
 def _drawn_tokens(drawn: Drawn, version: int) -> list[DrawnToken]:
     versions = itertools.repeat(version, len(drawn.tokens))
     return list(map(DrawnToken, drawn.tokens, drawn.logprobs, drawn.drawn, drawn.supports, versions, drawn.top))
-
-
-def gib(size_bytes: int) -> str:
-    """A size in GiB, rounded up so that a setting of it suffices."""
-    return f"{math.ceil(size_bytes / GIB * 1e4) / 1e4:g}"

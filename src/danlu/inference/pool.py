@@ -21,6 +21,7 @@ from danlu.inference.paged import PagedAttention
 from danlu.inference.route_cache import RouteCache
 from danlu.inference.scheduler import Plan
 from danlu.inference.state_pool import StatePool
+from danlu.planning.cache_memory import block_bytes
 
 ROUTE_DTYPE = torch.int16
 ALIGNMENT = 64
@@ -57,25 +58,13 @@ class CachePool:
         self.layers = tuple(layers)
         self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
         self.dtype, self.device = dtype, device
-        self.token_bytes = self.block_bytes(layers, 1, dtype)
+        self.token_bytes = block_bytes(layers, 1, dtype.itemsize)
         self.decode_buffers = DecodeBuffers(block, device)
         self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
         self._host: dict[tuple[int, ...], Tensor] = {}
         self._views: list[tuple[Tensor, ...]] = []
         self._slots = Slots(Plan(), block, device)
         self.allocate()
-
-    @classmethod
-    def block_bytes(
-        cls,
-        layers: Sequence[LayerCache],
-        block: int,
-        dtype: torch.dtype,
-        route_shape: tuple[int, int] | None = None,
-    ) -> int:
-        """Bytes of a block over all layers, with the routes of its tokens where they are recorded."""
-        of_token = dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
-        return block * (of_token + (0 if route_shape is None else ROUTE_DTYPE.itemsize * math.prod(route_shape)))
 
     def allocate(self) -> None:
         """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""

@@ -8,7 +8,6 @@ T tokens of a pass, flat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -30,11 +29,6 @@ class StatePool:
             tuple(torch.zeros(slots, *shape, dtype=each, device=device) for shape, each in _typed(layer, dtype))
             for layer in layers
         ]
-
-    @staticmethod
-    def slot_bytes(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
-        """Bytes of a sequence's states over all layers."""
-        return sum(math.prod(shape) * each.itemsize for layer in layers for shape, each in _typed(layer, dtype))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies states from slot to slot, (from, to) each; no slot is both."""

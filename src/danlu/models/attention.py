@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.norms_values, self.eps = spec.value_norm, config.rms_norm_eps
         self.o_proj = Linear(spec.query_width, width, bias=spec.o_bias)
         self.register_module("prefix", None)
-        self.layer = layer
+        self.spec, self.layer = spec, layer
         self.rope = None if spec.rope is None else config.ropes.index(spec.rope)
         """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
         rotated.
@@ -68,8 +68,7 @@ class Attention(nn.Module):
     @property
     def cache(self) -> LayerCache:
         """The values cached for each token: its key and its value, of the heads that are here."""
-        heads = self.k_proj.shape[0] // self.head_dim
-        return LayerCache(((heads, self.head_dim), (heads, self.head_dim)), self.window)
+        return self.spec.cache(self.spec.kv_width // self.k_proj.shape[0])
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""

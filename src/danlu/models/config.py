@@ -92,6 +92,14 @@ class ModelConfig:
         return any(isinstance(kind.feed, Experts) for kind in self.kinds)
 
     @cached_property
+    def route_shape(self) -> tuple[int, int] | None:
+        """(layers with experts, experts of a token, the most of any layer): the shape of a token's routes; None for a
+        decoder without experts.
+        """
+        chosen = [layer.feed.top_k for layer in self.layers if isinstance(layer.feed, Experts)]
+        return (len(chosen), max(chosen)) if chosen else None
+
+    @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of its layers that differ from each other, in the order in which they first occur."""
         return tuple(dict.fromkeys(kind.mixer.rope for kind in self.kinds if kind.mixer.rope is not None))

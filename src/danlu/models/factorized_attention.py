@@ -45,7 +45,7 @@ class FactorizedAttention(nn.Module):
             self.v_proj = Linear(width, head, bias=False)
         self.register_parameter("key_reuse_gate", nn.Parameter(torch.empty(head)) if spec.key_reuse else None)
         self.o_proj = Linear(spec.query_width, width, bias=False)
-        self.layer = layer
+        self.spec, self.layer = spec, layer
         self.rope = spec.rope
         self.rope_index = None if spec.rope is None else config.ropes.index(spec.rope)
         """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
@@ -60,7 +60,7 @@ class FactorizedAttention(nn.Module):
         """The values cached for each token: its key and its value, or its key before rotation, from which both are
         computed.
         """
-        return LayerCache(((1, self.head_dim),) * (1 if self.v_proj is None else 2), None)
+        return self.spec.cache()
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""

@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(spec.heads))
         self.o_norm = RMSNorm(spec.value_dim, config, offset=0.0)
         self.o_proj = Linear(spec.value_width, width, bias=False)
-        self.layer = layer
+        self.spec, self.layer = spec, layer
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         self.tensor_cut = spec.tensor_cut
 
@@ -77,10 +77,7 @@ class GatedDeltaNet(nn.Module):
         """The values cached for a sequence: the last inputs of the convolutions, and the state of the heads that are
         here.
         """
-        before = self.q_conv1d.weight.shape[-1] - 1
-        heads = len(self.A_log)
-        inputs = tuple((before, len(conv.weight)) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
-        return LayerCache((), None, states=(*inputs, (heads, self.key_dim, self.value_dim)))
+        return self.spec.cache(self.spec.heads // len(self.A_log))
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D] -> [T, D]; it has no rotations, and follows `attend.runs`."""

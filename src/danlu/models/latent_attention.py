@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
     @property
     def cache(self) -> LayerCache:
         """The values cached for each token: its latent, and its rotated key, as the one head of one tensor."""
-        return LayerCache(((1, self.spec.cached_width),), None)
+        return self.spec.cache()
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""

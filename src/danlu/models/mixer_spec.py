@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from danlu.core.errors import ModelError
+from danlu.core.layer_types import LayerCache
 from danlu.models.rope_config import Rope, YarnScaling
 from danlu.models.tensor_cut import Role, TensorCut
 
@@ -120,6 +121,10 @@ class Heads:
         """Numbers a token that a cache keeps: a key and a value of each key/value head."""
         return 2 * self.kv_width
 
+    def cache(self, ranks: int = 1) -> LayerCache:
+        """The values that each of `ranks` tensor ranks caches of a token: its key and its value."""
+        return LayerCache(((self.kv_heads // ranks, self.head_dim),) * 2, self.window)
+
     @property
     def normed_widths(self) -> tuple[int, int]:
         """Features of q and of k that are normed together."""
@@ -210,6 +215,12 @@ class Latent:
     def cached_width(self) -> int:
         """Numbers a token that a cache keeps: the latent and the rotated key."""
         return self.kv_lora_rank + self.rope.dim
+
+    def cache(self, ranks: int = 1) -> LayerCache:
+        """The values that each of `ranks` tensor ranks caches of a token: its latent, and its rotated key, as the one
+        head of one tensor.
+        """
+        return LayerCache(((1, self.cached_width),), None)
 
     @property
     def attention_scale(self) -> float:
@@ -314,6 +325,12 @@ class Factorized:
         """Numbers a token that a cache keeps."""
         return self.head_dim if self.key_reuse else 2 * self.head_dim
 
+    def cache(self, ranks: int = 1) -> LayerCache:
+        """The values that each of `ranks` tensor ranks caches of a token: its key and its value, or its key before
+        rotation, from which both are computed.
+        """
+        return LayerCache(((1, self.head_dim),) * (1 if self.key_reuse else 2), None)
+
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
         shapes = linear_shapes("q_a_proj", self.query_rank, width, False)
@@ -384,6 +401,15 @@ class Delta:
     def query_width(self) -> int:
         """Features of its widest tensor."""
         return max(self.key_width, self.value_width)
+
+    def cache(self, ranks: int = 1) -> LayerCache:
+        """The values that each of `ranks` tensor ranks caches of a sequence: the last inputs of the convolutions of
+        queries, keys and values, and the state of its heads.
+        """
+        before = self.conv_width - 1
+        keys, values = (before, self.key_width // ranks), (before, self.value_width // ranks)
+        state = (self.heads // ranks, self.key_dim, self.value_dim)
+        return LayerCache((), None, states=(keys, keys, values, state))
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of its modules."""

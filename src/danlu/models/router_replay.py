@@ -17,7 +17,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE, Router
 from danlu.models.layer_spec import Experts
@@ -32,12 +31,6 @@ def routers_of(model: Decoder) -> dict[int, Router]:
     numbers = [number for number, spec in enumerate(model.config.layers) if isinstance(spec.feed, Experts)]
     here = {place: str(number) for place, number in enumerate(numbers) if str(number) in model.layers}
     return {place: cast(MoE, cast(Layer, model.layers[name]).mlp).router for place, name in here.items()}
-
-
-def route_shape(config: ModelConfig) -> tuple[int, int] | None:
-    """(L, k) of a token's routes; None for a decoder without experts."""
-    most = [spec.feed.top_k for spec in config.layers if isinstance(spec.feed, Experts)]
-    return (len(most), max(most)) if most else None
 
 
 class RecordedRoutes:
@@ -67,7 +60,7 @@ class RecordedRoutes:
 @contextmanager
 def recording(model: Decoder) -> Iterator[RecordedRoutes]:
     """A context in which one pass of the decoder is recorded."""
-    routers, shape = routers_of(model), route_shape(model.config)
+    routers, shape = routers_of(model), model.config.route_shape
     assert shape is not None, "the decoder has experts"
     recorded = RecordedRoutes(shape, routers)
     with _replays(routers, {place: partial(recorded.take, place) for place in routers}):
