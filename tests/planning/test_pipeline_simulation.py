@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from random import Random
 
-from danlu.parallel.schedules import Action, schedule
+import pytest
+from builders.plain_simulation import simulate_plainly
+
+from danlu.parallel.schedules import KINDS, Action, chunks_per_rank, schedule, schedule_problems
 from danlu.parallel.timeline import TimelineEvent
 from danlu.planning.action_times import ActionTimes
-from danlu.planning.pipeline_simulation import bubble, simulate
+from danlu.planning.pipeline_simulation import bubble, simulate, step_seconds
+
+CHUNK_TIMES = ("forward", "input", "weight", "backward", "send", "reduce")
 
 
 def spans(events: list[TimelineEvent], kind: str, rank: int) -> list[tuple[float, float]]:
@@ -73,3 +79,19 @@ def test_lists_that_wait_for_each_other_are_named() -> None:
 
 def test_nothing_has_no_bubble() -> None:
     assert bubble([]).ratio == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_events_are_those_of_a_plain_simulation(kind: str) -> None:
+    """To the bit, with times of each chunk; and so is the end of the step."""
+    chunks, random = chunks_per_rank(kind), Random(0)
+    for stages, micro_batches in ((1, 2), (2, 5), (3, 6), (4, 8)):
+        if [*schedule_problems(kind, stages, chunks, micro_batches)]:
+            continue
+        each = {name: tuple(random.random() for _ in range(stages * chunks)) for name in CHUNK_TIMES}
+        times = ActionTimes(**each, update=random.random())  # type: ignore[arg-type]
+        lists = schedule(kind, stages, chunks, micro_batches)
+        events = simulate(lists, times)
+        assert events == simulate_plainly(lists, times)
+        assert events != simulate_plainly(lists, replace(times, send=0.0)) or stages == 1, "control"
+        assert step_seconds(kind, stages, chunks, micro_batches, times) == max(event.end_s for event in events)

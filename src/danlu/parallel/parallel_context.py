@@ -20,10 +20,9 @@ from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.schedules.action import Action, Kind
+from danlu.parallel.schedules import Action, unsplit
 
 T = TypeVar("T")
-_PASSES: tuple[Kind, Kind] = ("forward", "backward")
 LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
 
 
@@ -114,8 +113,7 @@ class ParallelContext:
         """Returns this process's actions in a step of `micro_batches` micro-batches, in order."""
         if self.pipeline is not None:
             return self.pipeline.actions(micro_batches)
-        passes = [Action(kind, 0, micro) for micro in range(micro_batches) for kind in _PASSES]
-        return (*passes, Action("reduce", 0), Action("update"))
+        return unsplit(micro_batches)
 
     def evaluation_rounds(self, micro_batches: int) -> Iterator[tuple[Sequence[Action], range]]:
         """The forward passes of an evaluation in rounds, each with the numbers of its micro-batches.

@@ -19,13 +19,12 @@ from torch import Tensor
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.phase import PHASE
 from danlu.parallel.schedules import Action, evaluation_actions, peak_in_flight, placement, schedule, schedule_problems
+from danlu.parallel.schedules.messages import UNFINISHED_SENDS
 
 T = TypeVar("T")
 
 _ROUND = 4
 """Micro-batches for each stage in a round of an evaluation: (p - 1)/4p of its time are a bubble."""
-_UNFINISHED_SENDS = 4
-"""Messages that may be on their way at once; their tensors are kept until they have arrived."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Messages:
             wait()
 
         self._sends.append(arrived)
-        if len(self._sends) > _UNFINISHED_SENDS:
+        if len(self._sends) > UNFINISHED_SENDS:
             PHASE.begin(f"waiting until rank {self._rank(peer)} receives")
             self._sends.popleft()()
 

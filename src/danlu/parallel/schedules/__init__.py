@@ -12,6 +12,7 @@ from danlu.parallel.schedules.schedule import (
     evaluation_actions,
     schedule,
     schedule_problems,
+    unsplit,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "placement",
     "schedule",
     "schedule_problems",
+    "unsplit",
 ]

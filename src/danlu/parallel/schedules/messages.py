@@ -18,6 +18,9 @@ from danlu.parallel.schedules.dependencies import Result, needs, result
 UNITS = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 """Time of a computation: the papers' F = B = W."""
 
+UNFINISHED_SENDS = 4
+"""Messages of a rank that may be on their way at once; their tensors are kept until they have arrived."""
+
 # Of what stands at the same time in a rank's list: others wait for messages, nobody for what this rank computes next.
 _MESSAGE, _REDUCE, _UPDATE, _COMPUTE = range(4)
 

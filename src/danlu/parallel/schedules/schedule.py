@@ -9,7 +9,7 @@ from typing import NamedTuple
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import did_you_mean
 from danlu.parallel.schedules import compute_order
-from danlu.parallel.schedules.action import Action, forwards_only
+from danlu.parallel.schedules.action import Action, Kind, forwards_only
 from danlu.parallel.schedules.compute_order import ComputeOrder, micro_batches_per_round
 from danlu.parallel.schedules.messages import with_messages
 from danlu.parallel.schedules.placement import V_SHAPED, placement
@@ -70,6 +70,13 @@ def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[t
             _ORDERS[kind](order, rank, stages, micro_batches)
         orders.append(order.actions)
     return with_messages(orders, chunks_of, update_each=kind == "pipedream")
+
+
+def unsplit(micro_batches: int) -> tuple[Action, ...]:
+    """The actions of a process that has the whole model, in one chunk: each micro-batch there and back."""
+    passes: tuple[Kind, Kind] = ("forward", "backward")
+    both = [Action(kind, 0, micro) for micro in range(micro_batches) for kind in passes]
+    return (*both, Action("reduce", 0), Action("update"))
 
 
 @lru_cache(maxsize=64)
