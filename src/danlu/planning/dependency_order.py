@@ -13,7 +13,7 @@ from danlu.parallel.schedules import Action
 from danlu.parallel.schedules.dependencies import Result, needs, result
 
 NONE = -1
-"""In the place of the number of a step that there is not."""
+"""The number of a step that there is not."""
 
 
 class Step(NamedTuple):
@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
     rank: int
     position: int
-    """Of the action in its rank's list."""
+    """The place of the action in its rank's list."""
     holds_rank: bool
     """Whether the rank does nothing else meanwhile: not so of messages and sums."""
     after: int

@@ -66,9 +66,9 @@ class ChunkCost:
     gradients: int = 0
     """Bytes of the gradients of the chunk's weights."""
     gradients_of_input: int = 0
-    """Of these, the bytes that the pass makes which leaves the others for later: norms, embedding, head."""
+    """The bytes of those that the pass makes which leaves the others for later: norms, embedding, head."""
     gradients_of_forward: int = 0
-    """Of these, the bytes that each forward pass makes, and holds until its backward pass: the head's, by the loss."""
+    """The bytes of those that each forward pass makes, and holds until its backward pass: the head's, by the loss."""
     gathered: int = 0
     """Bytes of whole parameters that are gathered from shards for a pass."""
     reduce_buffer: int = 0
