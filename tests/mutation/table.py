@@ -236,8 +236,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/step_walk.py",
-        "if len(self._sent) > UNFINISHED_SENDS:",
-        "if self._sent:",
+        "if len(self._unfinished) > UNFINISHED_SENDS:",
+        "if self._unfinished:",
         "planning/test_step_walk.py",
     ),
     Mutation(

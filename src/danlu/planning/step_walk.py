@@ -213,7 +213,7 @@ def rank_bytes(
     return moments
 
 
-class _Sent(NamedTuple):
+class _Message(NamedTuple):
     """A message that is on its way, with the pass that keeps its hidden states; None of a gradient."""
 
     place: tuple[int, int] | None
@@ -241,9 +241,9 @@ class _RankMemory:
     """(chunk, micro-batch) in flight -> its bytes."""
     _received: set[tuple[int, int]] = field(default_factory=set)
     """(chunk, micro-batch) with an input that came as a message."""
-    _made: dict[int, int] = field(default_factory=dict)
+    _gradients_there: dict[int, int] = field(default_factory=dict)
     """Chunk -> bytes of its gradients that are there; a chunk that has had no pass is left out."""
-    _sent: deque[_Sent] = field(default_factory=deque)
+    _unfinished: deque[_Message] = field(default_factory=deque)
     _updated: int = 0
 
     def take(self, action: Action, *, is_last: bool) -> WalkBytes:
@@ -328,7 +328,7 @@ class _RankMemory:
         self.gradients -= cost.gradients_of_forward
         missing = self._missing(place[0], cost.gradients_of_input if puts_off else cost.gradients)
         peak = PassBytes(cost.input_peak if puts_off else cost.backward_peak, max(missing, cost.gradients_of_forward))
-        if missing and not puts_off and cost.first_backward is not None and place[0] not in self._made:
+        if missing and not puts_off and cost.first_backward is not None and place[0] not in self._gradients_there:
             peak = cost.first_backward
         moment = self._now(
             activations=peak.activations - shared, gradients=peak.gradients, gathered=self._gathering(cost)
@@ -338,7 +338,7 @@ class _RankMemory:
             self.queue += cost.kept_for_weight
         if (before := self._before(place)) is not None:
             self.messages += before.message  # the gradient of its input, until it is sent or used here
-        self.messages += sum(sent.message for sent in self._sent if sent.place == place)
+        self.messages += sum(each.message for each in self._unfinished if each.place == place)
         return moment
 
     def _weight(self, chunk: int, cost: ChunkCost) -> WalkBytes:
@@ -352,22 +352,22 @@ class _RankMemory:
         return moment
 
     def _missing(self, chunk: int, wanted: int) -> int:
-        return max(0, wanted - self._made.get(chunk, 0))
+        return max(0, wanted - self._gradients_there.get(chunk, 0))
 
     def _make(self, chunk: int, missing: int) -> None:
-        self._made[chunk] = self._made.get(chunk, 0) + missing
+        self._gradients_there[chunk] = self._gradients_there.get(chunk, 0) + missing
         self.gradients += missing
 
     def _send(self, place: tuple[int, int], cost: ChunkCost, *, is_gradient: bool) -> WalkBytes:
         if is_gradient:
             before = self._before(place)
             assert before is not None, "the first chunk has no gradient of its input"
-            self._sent.append(_Sent(None, before.message, 0))
+            self._unfinished.append(_Message(None, before.message, 0))
         else:
-            self._sent.append(_Sent(place, cost.message, cost.frozen_message))
+            self._unfinished.append(_Message(place, cost.message, cost.frozen_message))
         moment = self._now()
-        if len(self._sent) > UNFINISHED_SENDS:
-            arrived = self._sent.popleft()
+        if len(self._unfinished) > UNFINISHED_SENDS:
+            arrived = self._unfinished.popleft()
             is_kept = arrived.place in self._kept
             self.messages -= arrived.frozen + (0 if is_kept else arrived.message)
         return moment
@@ -388,8 +388,8 @@ class _RankMemory:
             self.versions = stashed_versions(self._updated, self.updates, self.rank.weight_delay)
         moment = self._now()._replace(update=self.rank.update_bytes)
         if action.micro is not None:
-            self.gradients -= sum(self._made.values())
-            self._made.clear()
+            self.gradients -= sum(self._gradients_there.values())
+            self._gradients_there.clear()
         return moment
 
 
