@@ -1,5 +1,5 @@
 """Bytes that a process sends, by axis of the layout and collective: counted (`traffic_counter`) or computed
-(`plan.traffic`).
+(`planning.traffic`).
 
 Bytes are those of ring algorithms, the fewest there can be, whatever algorithm the library picks: written out step by
 step in `tests/builders/ring_collectives.py`. Imports no torch.
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from danlu.parallel.layout import AXES, Layout
 
@@ -28,8 +28,18 @@ Kind = Literal[
     "point-to-point",
 ]
 
+BUCKET_BYTES = 25 * 2**20
+"""The most bytes of gradients that one sum of whole models takes, unless a gradient is larger."""
 SINGLE_NUMBERS_BYTES = 1024
 """A step also sums single numbers: weights, norms, whether all is finite. No formula has them; they are less."""
+
+
+class GroupShape(NamedTuple):
+    """Ranks that are equally far from each other."""
+
+    size: int
+    stride: int = 1
+    """Distance of two neighbours in the world."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,9 @@ class CollectiveTraffic:
     axis: str  # "shard", or several: "replicate x shard"
     kind: Kind
     bytes: Fraction  # a fraction, for a ring of n processes sends n-ths of a tensor
-    calls: int = 0  # of the collective, where traffic is counted
+    calls: int = 0  # of the collective; about so many where traffic is computed
     what: str = ""  # what is sent ("gradients"), where traffic is computed
+    group: GroupShape | None = None  # the ranks of a call, where traffic is computed
 
 
 def ring_bytes(kind: Kind, size: int, full_bytes: int) -> Fraction:
@@ -69,6 +80,37 @@ def axis_along(layout: Layout, *axes: str) -> tuple[str, int]:
     """Name and number of processes of some axes together; axes of size 1 are not in the name."""
     sizes = {axis: size for axis, size in zip(AXES, layout.sizes, strict=True) if axis in axes and size > 1}
     return axis_name(sizes), math.prod(sizes.values())
+
+
+def axis_of_data_ranks(layout: Layout, start: int, step: int, count: int) -> str:
+    """The name of the axes along which some data and context ranks differ: numbers `start`, `start + step` and so on,
+    `count` of them, of those that `Layout.gradient_ranks` lists.
+
+    It takes no longer in a larger world.
+    """
+    place, found = 1, list[str]()
+    for axis, size in (("context", layout.context), ("shard", layout.shard), ("replicate", layout.replicate)):
+        if _digit_changes(start, step, count, place, size):
+            found.insert(0, axis)
+        place *= size
+    return axis_name(found)
+
+
+def _digit_changes(start: int, step: int, count: int, place: int, size: int) -> bool:
+    """Whether the digit of a place (number // place % size) differs among `count` numbers that are `step` apart."""
+    cycle = place * size
+    forward = step % cycle
+    if size == 1 or not forward:
+        return False
+    rest = start % place
+    backward = cycle - forward
+    if forward < place:  # steps until the next digit
+        needed = -(-(place - rest) // forward)
+    elif backward < place:  # the same as steps backward
+        needed = rest // backward + 1
+    else:
+        needed = 1
+    return count > needed
 
 
 @dataclass(frozen=True)

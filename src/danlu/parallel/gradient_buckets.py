@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.errors import TrainingError
+from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.comm import Group, PendingSum
-
-BUCKET_BYTES = 25 * 2**20
 
 NamedParameters = Sequence[tuple[str, Parameter]]
 

@@ -111,8 +111,15 @@ class Layout:
 
     def ranks_along(self, rank: int, axes: Sequence[str]) -> list[int]:
         """Returns the ranks with coordinates that differ from those of `rank` along `axes` alone, in order."""
-        kept = [(axis, index) for axis, index in self.coordinates(rank).items() if axis not in axes]
-        return [other for other in range(self.world) if {*kept} <= self.coordinates(other).items()]
+        strides, stride = dict[str, tuple[int, int]](), 1
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            strides[axis] = stride, size
+            stride *= size
+        ranks = [rank - sum(index * strides[axis][0] for axis, index in self.coordinates(rank).items() if axis in axes)]
+        for axis in (axis for axis in AXES if axis in axes):
+            stride, size = strides[axis]
+            ranks = [first + stride * index for first in ranks for index in range(size)]
+        return ranks
 
     def __str__(self) -> str:
         degrees = {

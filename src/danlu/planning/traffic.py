@@ -5,11 +5,6 @@ sent as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts 
 formulas follow a ring (`collective_traffic.ring_bytes`): of N, each sends (N-1)/N of gathered or scattered bytes, twice
 that of all-reduced ones. Tests compare them with counts (`parallel.traffic_counter`).
 
-Context ranks send keys around a ring or gather them, and exchange tokens for heads. That depends on where documents are
-cut: tokens of documents that stay whole are not sent. So the formulas take the rows of chunks that each context rank
-has of each micro-batch (`data.context_sharding`), in the order of the ranks: t rows of this rank, S rows of its Ulysses
-group of U ranks, R groups, the ranks of a ring.
-
 A rank of a pipeline sends the activation after each of its chunks that has its next one elsewhere, and the gradient of
 the input of each of its chunks that has its predecessor elsewhere; where two chunks that follow each other are on one
 rank, as at the turn of a V, nothing is sent. The schedule decides when, and not how much.
@@ -19,19 +14,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, axis_of, ring_bytes
+from danlu.parallel.collective_traffic import (
+    BUCKET_BYTES,
+    CollectiveTraffic,
+    GroupShape,
+    Kind,
+    axis_along,
+    axis_of_data_ranks,
+    ring_bytes,
+)
 from danlu.parallel.layout import Layout, expert_shard_dim
 from danlu.recipe.sections import Parallel
 
 REDUCED_BYTES = {"fp32": 4, "bf16": 2}
 Half = Literal["embedding", "attention", "mlp", "head"]
 _HALVES: tuple[Half, Half] = ("attention", "mlp")
+_LOSS_CALLS = 2
+"""Sums of the cross-entropy over a cut vocabulary in a micro-batch, about."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Weight:
     """The number of times that zero3 gathers it in a micro-batch: for the forward and the backward pass, with or
     without recompute; once for parameters outside of layers, which are kept, for the backward pass begins with them.
     Each backward pass ends by freeing them, so a stage with several chunks gathers them once for each."""
+    layer: int | None = None
+    """The layer that it is gathered with; None outside of layers."""
 
 
 def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
@@ -63,9 +69,10 @@ def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
 
 
 def data_traffic(
-    weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int
+    weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int, rank: int = 0
 ) -> Iterator[CollectiveTraffic]:
-    """Yields the traffic between data ranks in a step of `micro_batches` micro-batches: gradients and parameters.
+    """Yields the traffic of a rank to other data ranks in a step of `micro_batches` micro-batches: gradients and
+    parameters.
 
     With Ψ bytes in each type, N data ranks, M micro-batches:
 
@@ -82,22 +89,56 @@ def data_traffic(
     """
     for of_experts in (False, True):
         own = [weight for weight in weights if weight.of_experts == of_experts]
-        yield from _among_data_ranks(own, layout, section, micro_batches, layout.expert if of_experts else 1)
+        expert = layout.expert if of_experts else 1
+        yield from _among_data_ranks(own, layout, section, micro_batches, expert, _data_rank(layout, rank))
+
+
+def _data_rank(layout: Layout, rank: int) -> int:
+    """The number of a rank among data and context ranks."""
+    place = layout.coordinates(rank)
+    return (place["replicate"] * layout.shard + place["shard"]) * layout.context + place["context"]
+
+
+class _DataGroup(NamedTuple):
+    """Some data and context ranks, by their numbers among these: `start`, `start + step`, ..."""
+
+    layout: Layout
+    start: int
+    step: int
+    size: int
+
+    def traffic(self, kind: Kind, full_bytes: int, what: str, calls: int = 1) -> Iterator[CollectiveTraffic]:
+        """The record of collectives that move these bytes in all; none for nothing, or for a group of one."""
+        if self.size > 1 and full_bytes:
+            sent = ring_bytes(kind, self.size, full_bytes)
+            yield CollectiveTraffic(self.axis, kind, sent, calls, what, self.shape)
+
+    @property
+    def axis(self) -> str:
+        return axis_of_data_ranks(self.layout, self.start, self.step, self.size)
+
+    @property
+    def shape(self) -> GroupShape:
+        return GroupShape(self.size, self.step * self.layout.tensor)
 
 
 def _among_data_ranks(
-    weights: Sequence[Weight], layout: Layout, section: Parallel, micro_batches: int, expert: int
+    weights: Sequence[Weight], layout: Layout, section: Parallel, micro_batches: int, expert: int, number: int
 ) -> Iterator[CollectiveTraffic]:
-    """`data_traffic` of parameters that every `expert`-th data and context rank has."""
-    every = layout.expert_data_ranks(0) if expert > 1 else layout.gradient_ranks(0)
+    """`data_traffic` of parameters that every `expert`-th data and context rank has. number: of the rank among them."""
+    count = layout.data * layout.context // expert
     shards = layout.expert_sizes[2] if expert > 1 else layout.shard * layout.context
-    of_copy, replicas = every[:shards], every[::shards]
+    index = number // expert  # among those with the same parameters
+    every = _DataGroup(layout, number % expert, expert, count)
+    of_copy = _DataGroup(layout, (index - index % shards) * expert + number % expert, expert, shards)
+    replicas = _DataGroup(layout, index % shards * expert + number % expert, expert * shards, count // shards)
     reduced = REDUCED_BYTES[section.reduce]
     if section.shard == "none":
         gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
         # Buckets leave experts to `ParallelContext`, which sums in float32.
         element_bytes = reduced if expert == 1 else 4
-        yield from _among(every, layout, "all-reduce", gradients * element_bytes, "gradients")
+        calls = 1 + gradients * element_bytes // BUCKET_BYTES
+        yield from every.traffic("all-reduce", gradients * element_bytes, "gradients", calls)
         return
     sharded = [
         (weight, padded_elements(weight.shape, shards, expert_shard_dim(weight.shape, shards) * weight.of_experts))
@@ -110,10 +151,12 @@ def _among_data_ranks(
     apart = sum(math.prod(weight.shape) for weight in weights if weight.trained and not weight.sharded)
     scatters = micro_batches if section.reduces_each_micro_batch else 1
     what = "of experts" if expert > 1 else "of norms and routers"
-    yield from _among(of_copy, layout, "all-gather", gathered, "parameters")
-    yield from _among(of_copy, layout, "reduce-scatter", scatters * gradients, "gradients")
-    yield from _among(replicas, layout, "all-reduce", gradients // shards, "shares of gradients")
-    yield from _among(every, layout, "all-reduce", apart * 4, f"gradients {what}")
+    units = {weight.layer: each * weight.gathers or 1 for weight, _ in sharded}
+    with_gradients = len({weight.layer for weight, _ in sharded if weight.trained})
+    yield from of_copy.traffic("all-gather", gathered, "parameters", sum(units.values()))
+    yield from of_copy.traffic("reduce-scatter", scatters * gradients, "gradients", scatters * with_gradients)
+    yield from replicas.traffic("all-reduce", gradients // shards, "shares of gradients", with_gradients)
+    yield from every.traffic("all-reduce", apart * 4, f"gradients {what}")
 
 
 class Crossings(NamedTuple):
@@ -210,6 +253,7 @@ class TensorStep:
     head_norms: int = 0
     """Numbers that norms over all queries and keys sum: for each token one forward, one backward, and one where the
     norm is recomputed."""
+    micro_batches: int = 1
     losses: int = 5
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
@@ -225,19 +269,23 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
     section 4.2.2). The cross-entropy sends a few numbers for each target, never logits.
     """
     once = step.tokens * step.hidden_size * step.element_bytes
-    along = ("tensor",)
-    sums = sum(each.forward.exits + each.backward.entrances + each.recomputed.exits for each in step.regions)
+    each = step.micro_batches
+    sums = sum(part.forward.exits + part.backward.entrances + part.recomputed.exits for part in step.regions)
     if section.sequence:
-        gathers = sum(each.forward.entrances + each.backward.exits + each.recomputed.entrances for each in step.regions)
-        yield from _traffic(layout, along, "all-gather", gathers * once, "activations")
-        yield from _traffic(layout, along, "reduce-scatter", sums * once, "activations")
+        gathers = sum(part.forward.entrances + part.backward.exits + part.recomputed.entrances for part in step.regions)
+        yield from _among_tensor_ranks(layout, "all-gather", gathers * once, "activations", gathers * each)
+        yield from _among_tensor_ranks(layout, "reduce-scatter", sums * once, "activations", sums * each)
     else:
-        yield from _traffic(layout, along, "all-reduce", sums * once, "activations")
-    yield from _traffic(layout, along, "all-reduce", step.losses * step.targets * 4, "numbers of the cross-entropy")
-    yield from _traffic(layout, along, "all-reduce", step.row_norms * 4, "norms of rows")
-    yield from _traffic(layout, along, "all-reduce", step.head_norms * 4, "norms of all heads")
+        yield from _among_tensor_ranks(layout, "all-reduce", sums * once, "activations", sums * each)
+    numbers = (
+        (step.losses * step.targets, "numbers of the cross-entropy", _LOSS_CALLS * each),
+        (step.row_norms, "norms of rows", each),
+        (step.head_norms, "norms of all heads", each),
+    )
+    for count, what, calls in numbers:
+        yield from _among_tensor_ranks(layout, "all-reduce", count * 4, what, calls)
     for size, elements in step.partial.items():
-        yield from _traffic(layout, along, "all-reduce", elements * 4, "partial gradients", among=size)
+        yield from _among_tensor_ranks(layout, "all-reduce", elements * 4, "partial gradients", among=size)
 
 
 @dataclass(frozen=True)
@@ -255,7 +303,7 @@ class RowExchange:
 
 
 def expert_traffic(
-    exchanges: Sequence[RowExchange], layout: Layout, *, hidden_size: int, element_bytes: int
+    exchanges: Sequence[RowExchange], layout: Layout, *, hidden_size: int, element_bytes: int, rank: int = 0
 ) -> Iterator[CollectiveTraffic]:
     """Yields the traffic between ranks that have other experts: rows of D numbers to the experts and back, and
     gradients.
@@ -265,144 +313,32 @@ def expert_traffic(
     experts' outputs, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers
     of 8 bytes, once, also where the layer is recomputed.
     """
-    rows = counts = 0
+    rows = counts = calls = 0
     for each in exchanges:
         both = each.sent_rows + each.received_rows
         rows += both * each.runs
         rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients
         counts += each.micro_batches * each.num_experts
-    ranks = layout.expert_ranks(0)
+        calls += each.micro_batches * (2 * each.runs + each.output_gradients + each.input_gradients)
+    number = _data_rank(layout, rank)
+    group = _DataGroup(layout, number - number % layout.expert, 1, layout.expert)
     if rows:  # counted as they are: the share that stays here is no n-th of them
         row_bytes = Fraction(rows * hidden_size * element_bytes)
-        yield CollectiveTraffic(axis_of(ranks, layout), "all-to-all", row_bytes, what="rows of tokens")
-    yield from _among(ranks, layout, "all-to-all", counts * 8, "rows of each expert")
+        yield CollectiveTraffic(group.axis, "all-to-all", row_bytes, calls, "rows of tokens", group.shape)
+    of_counts = sum(each.micro_batches for each in exchanges)
+    yield from group.traffic("all-to-all", counts * 8, "rows of each expert", of_counts)
 
 
-def _among(ranks: Sequence[int], layout: Layout, kind: Kind, full_bytes: int, what: str) -> Iterator[CollectiveTraffic]:
-    """The record of collectives of a group that move these bytes in all; none for nothing, or for a group of one."""
-    if len(ranks) > 1 and full_bytes:
-        yield CollectiveTraffic(axis_of(ranks, layout), kind, ring_bytes(kind, len(ranks), full_bytes), what=what)
-
-
-def _traffic(
-    layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
+def _among_tensor_ranks(
+    layout: Layout, kind: Kind, full_bytes: int, what: str, calls: int = 1, among: int | None = None
 ) -> Iterator[CollectiveTraffic]:
     """The record of collectives that move these bytes in all; none for nothing, or for a group of one.
 
     among: size of the group, where it is not the whole axis.
     """
-    name, size = axis_along(layout, *axes)
-    size = size if among is None else among
+    size = layout.tensor if among is None else among
     if size > 1 and full_bytes:
-        yield CollectiveTraffic(name, kind, ring_bytes(kind, size, full_bytes), what=what)
-
-
-Transport = Literal["ring", "gather"]
-
-
-class TokenTensor(NamedTuple):
-    """A tensor with a row for each token."""
-
-    width: int  # numbers of a row, on this tensor rank
-    element_bytes: int
-    has_gradient: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * self.element_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a row's gradient where several ranks add to it: in float32 or wider."""
-        return self.width * max(4, self.element_bytes)
-
-
-@dataclass(frozen=True)
-class ContextLayer:
-    """The tensors of one layer that travel between context ranks, and how often a micro-batch sends them forward."""
-
-    inputs: tuple[TokenTensor, ...]
-    """The tensors that Ulysses exchanges before attention: queries, keys and values, of as many heads as can be
-    dealt."""
-    output: TokenTensor
-    """The tensor that Ulysses exchanges after attention; without a gradient nothing is sent backward."""
-    keys: tuple[TokenTensor, ...]
-    """The tensors that go around the ring, or are gathered, for the heads of one rank of an Ulysses group: keys and
-    values, or the tensor that both are made of."""
-    runs: int = 1
-    """Once, and once more for each time that attention is recomputed."""
-    output_runs: int = 1
-    """The number of runs of the output's exchange, which is not repeated where nothing has saved it."""
-
-
-def context_traffic(
-    layers: Sequence[ContextLayer], rows: Sequence[Sequence[int]], layout: Layout, index: int, transport: Transport
-) -> Iterator[CollectiveTraffic]:
-    """Yields the traffic of context rank `index` in a step. rows: the rows of each context rank, for each micro-batch.
-
-    In a layer and a micro-batch, of tensors of w bytes a token:
-
-        ulysses   forward (U-1)/U·t·w of queries, keys and values, and (S-t)/U·w of attention's output; backward their
-                  gradients, the other way: (S-t)/U·w and (U-1)/U·t·w
-        ring      of keys w times all rows but those of the next group, forward and backward, where they travel again;
-                  of their gradients w times all rows but this group's own, backward
-        gather    (R-1)·w times the most rows of a group, all-gathered forward and reduce-scattered backward
-
-    A pass that is recomputed repeats its forward traffic.
-    """
-    axis, _ = axis_along(layout, "context")
-    sent_bytes: dict[tuple[Kind, str], Fraction] = defaultdict(Fraction)
-    for counts in rows:
-        groups = [counts[first : first + layout.ulysses] for first in range(0, len(counts), layout.ulysses)]
-        number, place = divmod(index, layout.ulysses)
-        for layer in layers:
-            sent_bytes["all-to-all", "tokens for heads"] += _exchanged(layer, groups[number], place)
-            for kind, count in _keys_sent(layer, [sum(group) for group in groups], number, transport):
-                sent_bytes[kind, "keys"] += count
-    for (kind, what), count in sent_bytes.items():
-        if count:
-            yield CollectiveTraffic(axis, kind, count, what=what)
-
-
-def document_load_traffic(numbers: int, layout: Layout) -> Iterator[CollectiveTraffic]:
-    """Yields the traffic of a context rank for the load of each expert by each document, `numbers` numbers in a step:
-    float32 sums over its Ulysses group, then over its ring."""
-    axis, _ = axis_along(layout, "context")
-    sizes = (layout.ulysses, layout.context // layout.ulysses)
-    sent_bytes = sum(ring_bytes("all-reduce", size, 4 * numbers) for size in sizes)
-    if sent_bytes:
-        yield CollectiveTraffic(axis, "all-reduce", sent_bytes, what="loads by document")
-
-
-def _exchanged(layer: ContextLayer, rows: Sequence[int], place: int) -> Fraction:
-    """Bytes of one layer's exchanges in an Ulysses group with these rows on its ranks."""
-    size = len(rows)
-    to_heads = Fraction((size - 1) * rows[place], size)
-    to_tokens = Fraction(sum(rows) - rows[place], size)
-    forward = to_heads * layer.runs * sum(x.bytes for x in layer.inputs)
-    forward += to_tokens * layer.output_runs * layer.output.bytes
-    backward = to_tokens * sum(x.bytes for x in layer.inputs if x.has_gradient)
-    return forward + backward + to_heads * layer.output.bytes * layer.output.has_gradient
-
-
-def _keys_sent(
-    layer: ContextLayer, rows: Sequence[int], own: int, transport: Transport
-) -> Iterator[tuple[Kind, Fraction]]:
-    """Bytes of one layer's keys and their gradients, where group number `own` is one of several with these rows."""
-    if len(rows) == 1:
-        return
-    backward = layer.output.has_gradient
-    if transport == "ring":
-        passed = sum(rows) - rows[(own + 1) % len(rows)]
-        returned = sum(rows) - rows[own]
-        forward = (layer.runs + backward) * passed * sum(x.bytes for x in layer.keys)
-        yield "point-to-point", Fraction(forward + backward * returned * sum(x.gradient_bytes for x in layer.keys))
-        return
-    filled = (len(rows) - 1) * max(rows)
-    yield "all-gather", Fraction(layer.runs * filled * sum(x.bytes for x in layer.keys))
-    gradients = sum(x.gradient_bytes for x in layer.keys if x.has_gradient)
-    yield "reduce-scatter", Fraction(filled * gradients)
+        yield CollectiveTraffic("tensor", kind, ring_bytes(kind, size, full_bytes), calls, what, GroupShape(size))
 
 
 def messages_by_stage(chunks_of: Sequence[Sequence[int]]) -> list[int]:
@@ -437,10 +373,13 @@ def pipeline_traffic(
             tied embedding, and of parameters that adapters share.
     """
     axis, _ = axis_along(layout, "pipeline")
-    messages = messages_by_stage(chunks_of)[stage] * sum(activation_bytes)
-    if messages:
-        yield CollectiveTraffic(
-            axis, "point-to-point", ring_bytes("point-to-point", 2, messages), what="activations and their gradients"
-        )
+    stride = layout.world // layout.pipeline
+    messages = messages_by_stage(chunks_of)[stage]
+    if sent := messages * sum(activation_bytes):
+        calls, group = messages * len(activation_bytes), GroupShape(layout.pipeline, stride)
+        what = "activations and their gradients"
+        yield CollectiveTraffic(axis, "point-to-point", ring_bytes("point-to-point", 2, sent), calls, what, group)
     for size, count in shared_bytes.items():
-        yield CollectiveTraffic(axis, "all-reduce", ring_bytes("all-reduce", size, count), what="what stages share")
+        group = GroupShape(size, stride * (layout.pipeline - 1) // max(1, size - 1))
+        sent_bytes = ring_bytes("all-reduce", size, count)
+        yield CollectiveTraffic(axis, "all-reduce", sent_bytes, 1, "what stages share", group)

@@ -83,6 +83,7 @@ def data_parallel_traffic(
             gathered_bytes=gathered.itemsize if parameter.is_floating_point() else parameter.element_size(),
             # The root's own are gathered once for each chunk and micro-batch: the backward pass begins with them.
             gathers=2 if name.startswith("layers.") else chunks,
+            layer=int(name.split(".")[1]) if name.startswith("layers.") else None,
         )
         for name, parameter in training.learner.model.named_parameters()
     ]
@@ -184,6 +185,7 @@ def _tensor_step(
         partial=partial,
         row_norms=len(micro_batches) * _row_norms(learner.model, plan),
         head_norms=tokens * head_norms(learner.model, plan, first_with_gradient),
+        micro_batches=len(micro_batches),
     )
 
 

@@ -1,4 +1,4 @@
-"""Traffic between the context ranks of a decoder in a step of a recipe, by `planning.traffic`."""
+"""Traffic between the context ranks of a decoder in a step of a recipe, by `planning.context_traffic`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from danlu.models.layer_spec import Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, attention_heads
-from danlu.planning.traffic import ContextLayer, TokenTensor, context_traffic, document_load_traffic
+from danlu.planning.context_traffic import ContextLayer, TokenTensor, context_traffic, document_load_traffic
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
 from danlu.verification.collective_traffic import first_half_with_gradient, gives_inputs, takes_input
