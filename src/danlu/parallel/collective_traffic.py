@@ -88,12 +88,12 @@ def axis_of_data_ranks(layout: Layout, start: int, step: int, count: int) -> str
 
     It takes no longer in a larger world.
     """
-    place, found = 1, list[str]()
+    place, differing = 1, list[str]()
     for axis, size in (("context", layout.context), ("shard", layout.shard), ("replicate", layout.replicate)):
         if _digit_changes(start, step, count, place, size):
-            found.insert(0, axis)
+            differing.insert(0, axis)
         place *= size
-    return axis_name(found)
+    return axis_name(differing)
 
 
 def _digit_changes(start: int, step: int, count: int, place: int, size: int) -> bool:

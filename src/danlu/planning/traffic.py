@@ -110,8 +110,8 @@ class _DataGroup(NamedTuple):
     def traffic(self, kind: Kind, full_bytes: int, what: str, calls: int = 1) -> Iterator[CollectiveTraffic]:
         """The record of collectives that move these bytes in all; none for nothing, or for a group of one."""
         if self.size > 1 and full_bytes:
-            sent = ring_bytes(kind, self.size, full_bytes)
-            yield CollectiveTraffic(self.axis, kind, sent, calls, what, self.shape)
+            sent_bytes = ring_bytes(kind, self.size, full_bytes)
+            yield CollectiveTraffic(self.axis, kind, sent_bytes, calls, what, self.shape)
 
     @property
     def axis(self) -> str:
@@ -375,10 +375,10 @@ def pipeline_traffic(
     axis, _ = axis_along(layout, "pipeline")
     stride = layout.world // layout.pipeline
     messages = messages_by_stage(chunks_of)[stage]
-    if sent := messages * sum(activation_bytes):
+    if message_bytes := messages * sum(activation_bytes):
         calls, group = messages * len(activation_bytes), GroupShape(layout.pipeline, stride)
         what = "activations and their gradients"
-        yield CollectiveTraffic(axis, "point-to-point", ring_bytes("point-to-point", 2, sent), calls, what, group)
+        yield CollectiveTraffic(axis, "point-to-point", Fraction(message_bytes), calls, what, group)
     for size, count in shared_bytes.items():
         group = GroupShape(size, stride * (layout.pipeline - 1) // max(1, size - 1))
         sent_bytes = ring_bytes("all-reduce", size, count)
