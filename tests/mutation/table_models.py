@@ -416,6 +416,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "gpt_neox",
     ),
     Mutation(
+        "planning/layer_work.py",
+        "return outputs, inputs // shares",
+        "return outputs // shares, inputs // shares",
+        "planning/test_layer_seconds.py",
+        only="tensor_ranks",
+    ),
+    Mutation(
+        "planning/layer_work.py",
+        "times = len(readers) - max(0, len(adapted) - 1) - 1",
+        "times = len(readers)",
+        "planning/test_layer_seconds.py",
+        only="sums_of_gradients",
+    ),
+    Mutation(
+        "planning/step_work.py",
+        "work += [casts, again, _in_slices(targets * vocabulary * gradient, device)]",
+        "work += [casts, _in_slices(targets * vocabulary * gradient, device)]",
+        "planning/test_layer_seconds.py",
+        only="head",
+    ),
+    Mutation(
         "planning/device_map.py",
         "(not is_outer or name in PARTS or name in outer)",
         "True",

@@ -1,0 +1,176 @@
+"""Seconds of the primitives of a step: from a measured profile of a machine, or by a roofline over a card. No torch.
+
+A roofline (Williams et al., 2009, "Roofline: an insightful visual performance model") takes the longer of the time of
+the arithmetic and the time of the memory traffic; constants say which share of both peaks real kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from danlu.planning.cards import Card
+from danlu.planning.machine_profile import MachineProfile, Streamed
+from danlu.planning.measured_table import Seconds
+
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_ADAMW_BYTES = 28
+"""Bytes of an element that an AdamW step in float32 reads and writes: weight, gradient and both moments."""
+_NF4_BYTES = 2.5
+"""Bytes of an element that is read in four bits and written in half precision."""
+_BACKWARD_PRODUCTS = 5 / 2
+"""Products of the backward pass of a flash kernel over those of its forward pass (arXiv:2205.14135, algorithm 4)."""
+
+
+class Speeds(Protocol):
+    """The seconds of each primitive that a step is made of."""
+
+    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
+        """A product of [m, k] with the transpose of [n, k]."""
+
+    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
+        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
+
+    def attention(
+        self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
+    ) -> Seconds:
+        """Causal attention in one document."""
+
+    def moved(self, count: float, kind: Streamed = "copy", precision: str = "fp32") -> Seconds:
+        """An operation that reads and writes `count` bytes together, each tensor once."""
+
+    def update(self, elements: float) -> Seconds:
+        """AdamW's update of float32 weights with both moments."""
+
+    def dequantize(self, elements: float) -> Seconds:
+        """An NF4 matrix that becomes a dense one."""
+
+    def call(self) -> Seconds:
+        """An operation on next to nothing."""
+
+
+@dataclass(frozen=True)
+class ProfileSpeeds:
+    """Speeds of a machine that was measured."""
+
+    profile: MachineProfile
+
+    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
+        """A product of [m, k] with the transpose of [n, k]."""
+        return self.profile.product_seconds(m, n, k, precision)
+
+    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
+        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
+        return self.profile.grouped_seconds(groups, rows, n, k, precision)
+
+    def attention(
+        self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
+    ) -> Seconds:
+        """Causal attention in one document."""
+        return self.profile.attention_seconds(length, heads, width, precision, backward=backward)
+
+    def moved(self, count: float, kind: Streamed = "copy", precision: str = "fp32") -> Seconds:
+        """An operation that reads and writes `count` bytes together, each tensor once."""
+        return self.profile.bytes_seconds(count, kind, precision)
+
+    def update(self, elements: float) -> Seconds:
+        """AdamW's update of float32 weights with both moments."""
+        return self.profile.update_seconds(elements)
+
+    def dequantize(self, elements: float) -> Seconds:
+        """An NF4 matrix that becomes a dense one."""
+        return self.profile.dequantize_seconds(elements)
+
+    def call(self) -> Seconds:
+        """An operation on next to nothing."""
+        return self.profile.call_seconds()
+
+
+EAGER_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType(
+    {
+        ("activation", False): 5 / 3,
+        ("activation", True): 5 / 3,
+        ("activation_backward", False): 11 / 5,
+        ("activation_backward", True): 11 / 5,
+        # Half precision is widened to float32 before, and narrowed behind.
+        ("norm", False): 28 / 8,
+        ("norm", True): 40 / 4,
+        ("norm_backward", False): 56 / 12,
+        ("norm_backward", True): 74 / 6,
+    }
+)
+"""Bytes that danlu's operators read and write one after the other, over those of one pass that reads and writes each
+tensor once: by operation and whether it is of half precision. Counted from `models.ops`."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of a card's peaks that kernels reach, and the fixed costs."""
+
+    product: float = 0.75
+    """The share of the peak of products that large ones reach."""
+    narrow: float = 0.0
+    """The length of a product's shortest side at which it takes twice as long for each unit of work."""
+    attention: float = 0.45
+    """The share of the peak of products that attention reaches."""
+    memory: float = 0.8
+    """The share of the bandwidth that passes over memory reach."""
+    call_s: float = 5e-6
+    """Seconds from one kernel to the next, which no kernel is shorter than."""
+    passes: Mapping[tuple[Streamed, bool], float] = field(default_factory=lambda: EAGER_PASSES, compare=False)
+
+
+@dataclass(frozen=True)
+class CardSpeeds:
+    """Speeds of a card by a roofline over its published figures."""
+
+    card: Card
+    efficiency: Efficiency = Efficiency()
+
+    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
+        """A product of [m, k] with the transpose of [n, k]."""
+        return self._products(1, m, n, k, precision)
+
+    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
+        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
+        return self._products(groups, rows, n, k, precision)
+
+    def attention(
+        self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
+    ) -> Seconds:
+        """Causal attention in one document."""
+        products = 4 * heads * width * length * (length + 1) / 2 * (_BACKWARD_PRODUCTS if backward else 1)
+        moved = (8 if backward else 4) * heads * width * length * _BYTES[precision]
+        arithmetic = products / (self.card.peak(precision) * self.efficiency.attention)
+        return Seconds(max(arithmetic, moved / self._bandwidth, self.efficiency.call_s))
+
+    def moved(self, count: float, kind: Streamed = "copy", precision: str = "fp32") -> Seconds:
+        """An operation that reads and writes `count` bytes together, each tensor once."""
+        passes = self.efficiency.passes.get((kind, _BYTES[precision] < 4), 1.0)
+        return Seconds(max(passes * count / self._bandwidth, passes * self.efficiency.call_s))
+
+    def update(self, elements: float) -> Seconds:
+        """AdamW's update of float32 weights with both moments."""
+        return self.moved(_ADAMW_BYTES * elements)
+
+    def dequantize(self, elements: float) -> Seconds:
+        """An NF4 matrix that becomes a dense one."""
+        return self.moved(_NF4_BYTES * elements)
+
+    def call(self) -> Seconds:
+        """An operation on next to nothing."""
+        return Seconds(self.efficiency.call_s)
+
+    def _products(self, count: float, m: float, n: float, k: float, precision: str) -> Seconds:
+        shortest = max(1.0, min(m, n, k))
+        slower = 1 + self.efficiency.narrow / shortest
+        arithmetic = 2 * count * m * n * k * slower / (self.card.peak(precision) * self.efficiency.product)
+        moved = count * (m * k + n * k + m * n) * _BYTES[precision]
+        return Seconds(max(arithmetic, moved / self._bandwidth, self.efficiency.call_s))
+
+    @property
+    def _bandwidth(self) -> float:
+        assert self.card.bandwidth is not None, "a card without a bandwidth is a CPU that was not measured"
+        return self.card.bandwidth * self.efficiency.memory
