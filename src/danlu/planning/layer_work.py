@@ -382,24 +382,24 @@ class _LayerWork:
             yield Moved(narrow + wide, passes=chosen * weighted + 1)
 
     def elementwise(self, operation: Operation) -> Iterator[Primitive]:
-        made = self.bytes_of(operation.makes[0].name)
+        output_bytes = self.bytes_of(operation.makes[0].name)
         last = operation.name.rpartition(".")[2]
         if ROTATION in operation.reads:
-            yield Moved(2 * made, "copy", self.streamed, _ROTATION_PASSES)
+            yield Moved(2 * output_bytes, "copy", self.streamed, _ROTATION_PASSES)
         elif self.is_activation(operation):
-            yield Moved((1 + len(operation.reads)) * made, "activation", self.streamed)
+            yield Moved((1 + len(operation.reads)) * output_bytes, "activation", self.streamed)
         elif last.endswith("conv1d"):
             yield Moved(self.wide_rows(operation), passes=4 + 1.5 * operation.weights[0][1][-1])
         else:
             yield Moved(self.bytes_of(*operation.reads, *(value.name for value in operation.makes)))
 
     def elementwise_gradient(self, operation: Operation) -> Iterator[Primitive]:
-        made = self.bytes_of(operation.makes[0].name)
+        output_bytes = self.bytes_of(operation.makes[0].name)
         last = operation.name.rpartition(".")[2]
         if ROTATION in operation.reads:
-            yield Moved(2 * made, "copy", self.streamed, _ROTATION_PASSES)
+            yield Moved(2 * output_bytes, "copy", self.streamed, _ROTATION_PASSES)
         elif self.is_activation(operation):
-            yield Moved((1 + 2 * len(operation.reads)) * made, "activation_backward", self.streamed)
+            yield Moved((1 + 2 * len(operation.reads)) * output_bytes, "activation_backward", self.streamed)
         elif last.endswith("conv1d"):
             yield Moved(self.wide_rows(operation), passes=2 * (4 + 1.5 * operation.weights[0][1][-1]))
         else:

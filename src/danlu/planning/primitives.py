@@ -34,8 +34,8 @@ class Product(NamedTuple):
 
     def seconds(self, speeds: Speeds) -> Seconds:
         """Its seconds."""
-        one = speeds.product(self.rows, self.outputs, self.inputs, self.precision)
-        return Seconds(self.times * one, one.extrapolated)
+        seconds = speeds.product(self.rows, self.outputs, self.inputs, self.precision)
+        return Seconds(self.times * seconds, seconds.extrapolated)
 
 
 class Grouped(NamedTuple):
@@ -100,8 +100,8 @@ class Moved(NamedTuple):
 
     def seconds(self, speeds: Speeds) -> Seconds:
         """Its seconds."""
-        one = speeds.moved(self.bytes, self.kind, self.precision)
-        return Seconds(self.passes * one, one.extrapolated)
+        seconds = speeds.moved(self.bytes, self.kind, self.precision)
+        return Seconds(self.passes * seconds, seconds.extrapolated)
 
 
 class Dequantized(NamedTuple):
