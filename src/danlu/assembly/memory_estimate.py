@@ -176,6 +176,7 @@ def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: Bytes
             config=replace(estimate.config, layers=tuple(estimate.config.layers[layer] for layer in layers)),
             parts=counted.part_of(estimate.parts, device),
             plan=plan,
+            training=tuple(estimate.training[layer] for layer in layers) if estimate.training else (),
             device_type=torch.device(device).type,
             kernels=kernels_name(torch.device(device).type),
             offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),

@@ -46,6 +46,8 @@ class ActivationPlan:
     in_flight: bool = True
     """Whether offloaded tensors take the device's memory while they travel; not so where they lie in mapped files."""
     share: RankShare = WHOLE
+    has_head: bool = True
+    """Whether the final norm and the loss come behind the layers; otherwise their output goes to another stage."""
 
 
 KEEPS_ALL = ActivationPlan()
@@ -93,7 +95,8 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
         largest = max(own.graph.bytes_of(name) for own in layers for name in own.graph.values)
         before = min(before, _IN_FLIGHT * largest) if plan.in_flight else 0
         peak = before + max(max(own.offloaded_backward, own.forward + stream) for own in layers)
-    outside = _OutsideLayers(config, batch, stream, any(ROTATION in own.graph.kept.names for own in layers))
+    has_tables = any(ROTATION in own.graph.kept.names for own in layers)
+    outside = _OutsideLayers(config, batch, stream, has_tables, plan.has_head)
     kept = before + outside.throughout + outside.until_backward
     peak = max(peak + outside.throughout, kept + outside.norm_backward)
     return ActivationBytes(kept=kept, recomputed=max(0, peak - kept))
@@ -115,6 +118,8 @@ class _OutsideLayers:
     """Bytes of the residual stream."""
     has_tables: bool
     """Whether tables of rotations are kept."""
+    has_head: bool
+    """Whether the final norm and the loss come behind the layers."""
 
     @property
     def throughout(self) -> int:
@@ -125,8 +130,10 @@ class _OutsideLayers:
     @property
     def until_backward(self) -> int:
         """Bytes until the layers' backward passes begin: the final norm's input, statistics and output, the states of
-        targets, and the gradient of these.
+        targets, and the gradient of these; without a head the output, and its gradient.
         """
+        if not self.has_head:
+            return 2 * self.stream
         statistics = 4 * self.batch.tokens * (1 if self.config.norm_kind == "rms" else 2)
         targets = self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
         return 2 * self.stream + statistics + (2 * targets if self.config.task == "causal-lm" else 0)
@@ -134,7 +141,7 @@ class _OutsideLayers:
     @property
     def norm_backward(self) -> int:
         """Bytes of the temporaries of the final norm's backward pass, without those of the states of targets."""
-        wide = self.stream // self.batch.element_bytes * 4
+        wide = self.stream // self.batch.element_bytes * 4 * self.has_head
         return 3 * wide if self.batch.is_half else wide
 
 

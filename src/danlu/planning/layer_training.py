@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
 from danlu.recipe import Recipe, sections
@@ -40,6 +44,20 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
         )
         with_gradient = with_gradient or bool(own)
     return training
+
+
+def training_of_chunks(
+    training: Sequence[LayerTraining], chunks: Chunks, local: Sequence[int]
+) -> tuple[LayerTraining, ...]:
+    """The parts of the layers of some chunks, out of those of all layers: what comes from another chunk has a gradient.
+
+    local: the numbers of the chunks.
+    """
+    return tuple(
+        replace(training[layer], input_needs_gradient=True) if chunk else training[layer]
+        for chunk in local
+        for layer in chunks.layers[chunk]
+    )
 
 
 def _has_targets(section: object) -> bool:

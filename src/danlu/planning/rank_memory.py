@@ -18,6 +18,7 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import peak_in_flight, schedule
 from danlu.planning.batch_shape import Kernels
 from danlu.planning.gathered_memory import gathered_at_a_time
+from danlu.planning.layer_training import training_of_chunks
 from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
@@ -91,9 +92,9 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
     if _is_on_host(workload, layout, device_type):
         offloaded += parts.total
         parts = replace(parts, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
-    gathered, gradients = _gathered(workload, own)
-    gathered += sum(_gathered(workload, tensors)[0] for tensors in frozen.values())
-    of_critic = _gathered(workload, critic)
+    gathered, gradients = gathered_bytes_of(workload, own)
+    gathered += sum(gathered_bytes_of(workload, tensors)[0] for tensors in frozen.values())
+    of_critic = gathered_bytes_of(workload, critic)
     parts = replace(
         parts,
         gradients=parts.gradients + gradients + of_critic[1],
@@ -123,7 +124,7 @@ def _is_on_host(workload: Workload, layout: Layout, device_type: str) -> bool:
     return "parameters" in recipe.memory.offload and device_type != "cpu" and is_shared
 
 
-def _gathered(workload: Workload, tensors: Sequence[RankTensor]) -> tuple[int, int]:
+def gathered_bytes_of(workload: Workload, tensors: Sequence[RankTensor]) -> tuple[int, int]:
     """(bytes of whole parameters, bytes of whole gradients) that a process has at a time."""
     recipe = workload.recipe
     sharded = {}
@@ -161,25 +162,32 @@ def stage_step(
     parts: the states of its process. kernels: the attention kernels of the device. micro: packed sequences in a
     micro-batch.
     """
-    recipe = workload.recipe
     chunks = workload.chunks(stage)
-    critic = None
+    step = chunks_step(workload, chunks, device_type, kernels, micro)
+    in_flight = _in_flight(workload.recipe.parallel.pipeline, stage)
+    return replace(step, parts=parts, in_flight=in_flight).with_activations()
+
+
+def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: Kernels, micro: int) -> StepEstimate:
+    """The activations and logits of a micro-batch in the chunks that are local, as if they were one behind the other;
+    without other parts."""
+    recipe, critic = workload.recipe, None
     if value_share(recipe) in ("base", "none"):
         of_critic = workload.critic or workload.config
-        own = workload.chunks(stage, of_critic)
+        own = chunks if workload.critic is None else workload.chunks(0, of_critic)
         critic = CriticPass(stage_config(of_critic, own), workload.recompute(own))
     return StepEstimate(
         recipe,
         stage_config(workload.config, chunks),
-        parts,
+        MemoryParts(0, 0, 0, 0, 0, 0, 0),
         plan=workload.recompute(chunks),
         micro=micro,
         device_type=device_type,
         kernels=kernels,
         critic=critic,
-        in_flight=_in_flight(recipe.parallel.pipeline, stage),
         has_head=chunks.has_last,
-    ).with_activations()
+        training=training_of_chunks(workload.training, chunks, chunks.local),
+    )
 
 
 def _in_flight(section: sections.Pipeline, stage: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -15,6 +15,7 @@ from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
 from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
 from danlu.planning.batch_shape import BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
+from danlu.planning.layer_graph import LayerGraph, LayerTraining
 from danlu.planning.layer_training import layers_training
 from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.recipe import Recipe
@@ -54,15 +55,26 @@ class StepEstimate:
     """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
     has_head: bool = True
     """Whether the loss is computed there."""
+    training: tuple[LayerTraining, ...] = ()
+    """The parts of each layer that are trained; empty: as the recipe says of a whole model with these layers."""
     lengths: np.ndarray | None = field(default=None, compare=False)
     """[rows] int: tokens of each row that is trained on; None where rows are not known."""
 
     def with_activations(self) -> Self:
         """The estimate with activations and logits, where `parts` has what does not depend on the data."""
-        sequences = max(self.micro, self._most_paths)
-        logits = self._loss_workspace(sequences) + self._head_copy
-        activations = self._activations(sequences).peak(logits) - logits
+        logits = self.logits
+        activations = self.activations.peak(logits) - logits
         return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
+
+    @property
+    def activations(self) -> ActivationBytes:
+        """Bytes of the activations of a micro-batch, or of as many as a stage keeps at once."""
+        return self._activations(max(self.micro, self._most_paths))
+
+    @property
+    def logits(self) -> int:
+        """Bytes that the loss of a micro-batch takes in addition to its inputs."""
+        return self._loss_workspace(max(self.micro, self._most_paths)) + self._head_copy
 
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
@@ -94,26 +106,10 @@ class StepEstimate:
 
     def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
         """Bytes of one model's pass over the micro-batch that takes the most."""
-        section, memory, device_type = self.recipe.parallel, self.recipe.memory, self.device_type
-        training = layers_training(self.recipe, config)
-        kinds = [(layer.kind, layer.segment) for layer in plan] or [("none", None)] * len(config.layers)
-        settings = ActivationPlan(
-            layers=[LayerPass(*kind, own) for kind, own in zip(kinds, training, strict=True)],
-            offload="activations" in memory.offload and (device_type != "cpu" or memory.folder is not None),
-            in_flight=device_type != "cpu",
-            share=RankShare(section.tensor, section.sequence),
-        )
-        element_bytes = ELEMENT_BYTES[self.recipe.precision]
+        memory, settings = self.recipe.memory, self._settings(config, plan)
         activations = max(
-            (
-                activation_bytes(
-                    config,
-                    BatchShape(documents, element_bytes, self.kernels, context=context_cut(section.context)),
-                    settings,
-                )
-                for documents in self._documents(sequences)
-            ),
-            key=lambda mix: mix.peak(0),
+            (activation_bytes(config, batch, settings) for batch in self._batches(sequences)),
+            key=lambda batch: batch.peak(0),
         )
         if self.in_flight != 1:
             activations = replace(activations, kept=round(self.in_flight * activations.kept))
@@ -122,6 +118,31 @@ class StepEstimate:
             return activations
         # Which layers recompute is found once they are measured; the plan then keeps to its budget.
         return ActivationBytes(min(activations.kept, int(budget * 2**30)))
+
+    def _settings(self, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationPlan:
+        memory, section = self.recipe.memory, self.recipe.parallel
+        is_policy = config is self.config and self.training
+        training = self.training if is_policy else layers_training(self.recipe, config)
+        kinds = [(layer.kind, layer.segment) for layer in plan] or [("none", None)] * len(config.layers)
+        return ActivationPlan(
+            layers=[LayerPass(*kind, own) for kind, own in zip(kinds, training, strict=True)],
+            offload="activations" in memory.offload and (self.device_type != "cpu" or memory.folder is not None),
+            in_flight=self.device_type != "cpu",
+            share=RankShare(section.tensor, section.sequence),
+            has_head=self.has_head,
+        )
+
+    def _batches(self, sequences: int) -> list[BatchShape]:
+        element_bytes, cut = ELEMENT_BYTES[self.recipe.precision], context_cut(self.recipe.parallel.context)
+        return [
+            BatchShape(documents, element_bytes, self.kernels, context=cut) for documents in self._documents(sequences)
+        ]
+
+    def graphs(self) -> Iterator[LayerGraph]:
+        """Yields the layers of the policy in the micro-batch with the longest documents."""
+        settings, batch = self._settings(self.config, self.plan), self._batches(max(self.micro, self._most_paths))[0]
+        for spec, own in zip(self.config.layers, settings.layers, strict=True):
+            yield LayerGraph(spec, self.config.hidden_size, batch, own.training, own.recompute, settings.share)
 
     def _documents(self, sequences: int) -> list[tuple[Document, ...]]:
         """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from danlu.core.types import Role
 from danlu.memory.layer_plan import LayerPlan, plan_of_layers
@@ -14,6 +15,8 @@ from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.schedules import placement
+from danlu.planning.layer_graph import LayerTraining
+from danlu.planning.layer_training import layers_training
 from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
@@ -53,6 +56,11 @@ class Workload:
             ModelTensor(name, shape, FLOAT32_BYTES * _count(shape), trained=True)
             for name, shape in parameter_shapes(self.critic).items()
         )
+
+    @cached_property
+    def training(self) -> tuple[LayerTraining, ...]:
+        """The parts of each layer of the policy that are trained."""
+        return tuple(layers_training(self.recipe, self.config))
 
     def chunks(self, stage: int, config: ModelConfig | None = None) -> Chunks:
         """The chunks of a pipeline's stage; config: of another model than the policy."""

@@ -24,6 +24,7 @@ from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_byt
 from danlu.objectives.loss_memory import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
+from danlu.planning.layer_training import layers_training, training_of_chunks
 from danlu.planning.product_peak import Peak, peak_of
 from danlu.planning.rank_memory import stage_config
 from danlu.planning.step_estimate import CriticPass
@@ -83,6 +84,7 @@ class DecoderBudget:
             device_type=policy.device.type,
             kernels=kernels_name(policy.device.type),
             has_head=model.chunks.has_last,
+            training=training_of_chunks(layers_training(recipe, model.config), model.chunks, model.chunks.local),
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
             critic=critic,
