@@ -20,7 +20,7 @@ from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
 from danlu.run.memory_preview import estimate_from_config
-from danlu.stages.rewards import own_reward_bytes, shared_rewards
+from danlu.stages.role_configs import own_reward_bytes, shared_rewards
 from danlu.stages.step_budget import DecoderBudget
 
 CRITICS: dict[str, dict[str, Any]] = {

@@ -143,9 +143,9 @@ def test_a_stage_is_what_a_run_of_its_length_would_be(
 @pytest.mark.usefixtures("tokenising_here")
 def test_held_out_rows_are_the_same_at_every_length(tiny_world: World, tmp_path: Path) -> None:
     """With rows dropped by length the usable rows differ, and with them what a share would draw."""
+    from danlu.assembly.recipe_adapters import dataset_spec
     from danlu.data.prepare import prepare
     from danlu.recipe import load
-    from danlu.stages.reader import dataset_spec
 
     file = recipe(tiny_world, tmp_path / "run")
     loaded = load(file, ["data.overlong=drop"]).recipe
@@ -293,13 +293,13 @@ def test_a_candidate_is_worth_what_a_model_with_its_factors_is(
     assert danlu("train", search_recipe(tiny_world, run, **changes)) == 0
     header, *lines = [json.loads(line) for line in (run / "longrope_search.jsonl").read_text().splitlines()]
 
+    from danlu.assembly.recipe_adapters import dataset_spec
     from danlu.data.prepare import prepare
     from danlu.models.attend import PackedAttention
     from danlu.models.hf_folder import read_config
     from danlu.models.loading import load
     from danlu.models.long_context import with_long_context
     from danlu.recipe import load_resolved
-    from danlu.stages.reader import dataset_spec
 
     recipe = load_resolved(run / "recipe.yaml")
     held_out = prepare(dataset_spec(recipe)).eval

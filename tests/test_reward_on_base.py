@@ -17,8 +17,9 @@ from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.stages.builder import DecoderBuilder
-from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
+from danlu.stages.reward_model import RewardModel, load_reward_model
 from danlu.stages.rewards import rewards_on_base
+from danlu.stages.role_configs import resolve_reward_model
 from danlu.stages.table import STAGES
 
 ANSWERS = [JudgedAnswer(text, {}, "3 and 4") for text in ("one", "two and three", "")]

@@ -19,7 +19,7 @@ from danlu.core.errors import ModelError
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.numerics.bitsandbytes_layout import config_values
+from danlu.numerics.bitsandbytes_config import config_values
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 
@@ -143,7 +143,7 @@ def quantized_folder(folder: Path, target: Path, **more: Any) -> Path:
         tensors |= FourBitWeight.quantize(tensor, **more).tensors(name) if "_proj.weight" in name else {name: tensor}
     save_file(tensors, target / SINGLE_FILE, metadata={"format": "pt"})
     values = json.loads((folder / CONFIG).read_text())
-    values["quantization_config"] = config_values("nf4", double=more.get("double", True), dtype=torch.float32)
+    values["quantization_config"] = config_values("nf4", double=more.get("double", True), compute_dtype="float32")
     (target / CONFIG).write_text(json.dumps(values))
     return target
 

@@ -1326,7 +1326,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="told",
     ),
     Mutation(
-        "stages/reward_model.py",
+        "stages/role_configs.py",
         "if shape != (labels, config.hidden_size):",
         "if shape[1:] != (config.hidden_size,):",
         "stages/test_reward_model.py",

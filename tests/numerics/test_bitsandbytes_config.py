@@ -7,8 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from danlu.core.errors import ModelError
-from danlu.numerics.bitsandbytes_layout import FourBitConfig, config_values, read_config
-from danlu.numerics.four_bit import KINDS, Kind
+from danlu.numerics.bitsandbytes_config import KINDS, FourBitConfig, Kind, config_values, read_config
 
 
 @pytest.mark.parametrize("skip", [None, ["lm_head", "model.layers.0.mlp.down_proj"]])
@@ -22,10 +21,10 @@ def test_the_values_are_those_of_transformers(kind: Kind, double: bool, skip: li
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=skip,
     ).to_dict()
-    ours = config_values(kind, double=double, dtype=torch.bfloat16, skip=skip)
+    ours = config_values(kind, double=double, compute_dtype="bfloat16", skip=skip)
     assert ours == theirs | {"quant_method": "bitsandbytes"}  # theirs is an enumeration's member, equal to its text
-    assert config_values(kind, double=not double, dtype=torch.bfloat16, skip=skip) != theirs
-    assert read_config({"quantization_config": theirs}, "config.json") == FourBitConfig(kind, double)
+    assert config_values(kind, double=not double, compute_dtype="bfloat16", skip=skip) != theirs
+    assert read_config({"quantization_config": theirs}, "config.json") == FourBitConfig(kind, double, tuple(skip or ()))
     assert BitsAndBytesConfig.from_dict(ours).to_dict() == theirs
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from danlu.numerics import bitsandbytes_kernels, four_bit
-from danlu.numerics.four_bit import BLOCKS, KINDS, Kind, Nested
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, Nested
 
 SHAPES = [(4, 64), (33, 160), (17, 192), (5, 80), (3, 33), (1, 63), (1001, 257), (1, 1), (300, 700)]
 

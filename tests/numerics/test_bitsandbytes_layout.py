@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.core.errors import ModelError
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
 from danlu.numerics.bitsandbytes_layout import STATE
-from danlu.numerics.four_bit import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

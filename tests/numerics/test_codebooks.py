@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from danlu.numerics import four_bit
-from danlu.numerics.four_bit import KINDS, Kind
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
 
 
 @pytest.fixture(scope="module")

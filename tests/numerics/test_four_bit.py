@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.numerics import four_bit
-from danlu.numerics.four_bit import BLOCKS, KINDS, TILE, Kind, codebook, dynamic_map, midpoints
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, TILE, codebook, dynamic_map, midpoints
 
 # Whole blocks, a short last block, odd counts, single rows and columns, less than a block, blocks across rows.
 SHAPES = [

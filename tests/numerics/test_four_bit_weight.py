@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.errors import ModelError
-from danlu.numerics.four_bit import KINDS, Kind
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

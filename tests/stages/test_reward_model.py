@@ -18,7 +18,8 @@ from danlu.models.saving import save
 from danlu.models.score_head import new_score_head
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
-from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
+from danlu.stages.reward_model import RewardModel, load_reward_model
+from danlu.stages.role_configs import resolve_reward_model
 
 CONTEXT = 64
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How are you?"}]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import LANGUAGE_PART, Site
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PREFIX = "base_model.model."
 """PEFT's prefix of the name that a module has in Hugging Face folders."""
 
-PeftContent = tuple[dict[str, Any], dict[str, Tensor]]
+PeftContent: TypeAlias = "tuple[dict[str, Any], dict[str, Tensor]]"
 """The written form of an adapter: values of adapter_config.json, and tensors by their keys in the adapter's file."""
-ModuleValues = dict[str, dict[str, Tensor]]
+ModuleValues: TypeAlias = "dict[str, dict[str, Tensor]]"
 """The values that are read for an adapter: of each module's parameters, by the module's site or slot."""
 
 

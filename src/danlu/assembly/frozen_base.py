@@ -16,18 +16,16 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.adapters.targets import ROW_GROUPS
-from danlu.core.errors import ModelError
+from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.layer_types import Site
 from danlu.core.shard_box import ShardBox
-from danlu.models.block_scaled import scaled_method
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import CONFIG, read_config, read_json
+from danlu.models.hf_folder import read_config
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
-from danlu.numerics.bitsandbytes_layout import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
@@ -217,25 +215,3 @@ def _unpack(
 ) -> list[FourBitWeight]:
     whole = FourBitWeight.from_tensors(name, tensors, where=where).to(device)
     return [whole] if len(rows) == 1 else whole.split(rows, where=f"{where}: {name}")
-
-
-def stored_quantization(folder: Path) -> sections.Nf4 | sections.Fp4 | None:
-    """The section that would quantize a model as its folder stores it; None of weights that are not quantized, or are
-    dequantised while they are read.
-
-    Raises ModelError for weights that are quantized in a way that danlu does not read.
-    """
-    values = read_json(folder / CONFIG)
-    if scaled_method(values) is not None:
-        return None
-    stored = read_quantization(values, str(folder / CONFIG))
-    return None if stored is None else (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
-
-
-def refuse_quantized(folder: Path, advice: str) -> None:
-    """Raises ModelError for a folder with weights that are quantized already; advice: the message's last sentence."""
-    stored = stored_quantization(folder)
-    if stored is not None:
-        raise ModelError(
-            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. {advice}"
-        )

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
-from danlu.assembly.frozen_base import quantize_weight, refuse_quantized
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.merging import find_tokenizer
+from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
@@ -30,8 +31,8 @@ from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
 from danlu.models.sites import sites_of
+from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
-from danlu.numerics.bitsandbytes_layout import config_values as quantization_values
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 from danlu.recipe.sections import QuantizationSection
@@ -104,9 +105,12 @@ def quantize(
     tensors = hf_tensors(config)
     quantized = {tensor.name for tensor in tensors if tensor.parameters[0] in linears and len(tensor.shape) == 2}
     routers = {tensor.name.rpartition(".")[0] for tensor in tensors if is_of_router(tensor.parameters[0])}
-    values = config_values(config, torch_dtype=str(kept).removeprefix("torch."))
+    kept_name = str(kept).removeprefix("torch.")
+    values = config_values(config, torch_dtype=kept_name)
     skip = [*_LEFT, *sorted(routers)]
-    values["quantization_config"] = quantization_values(section.kind, double=section.double, dtype=kept, skip=skip)
+    values["quantization_config"] = quantization_values(
+        section.kind, double=section.double, compute_dtype=kept_name, skip=skip
+    )
     sized = [(tensor, _size_bytes(tensor, quantized, kept)) for tensor in tensors]
     with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)

@@ -1,4 +1,4 @@
-"""The base and the adapters that a recipe names: resolved, validated before data is read, fingerprinted. No torch."""
+"""The base, adapters and data that a recipe names: resolved, validated before data is read, fingerprinted. No torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
 from danlu.models.presets import from_scratch
-from danlu.recipe import sections
+from danlu.recipe import Recipe, sections
+from danlu.recipe.rules import language_stage
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_config import AdapterFolder
+    from danlu.data.prepare import DatasetSpec
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
@@ -102,7 +104,7 @@ def base_config(model: sections.Model) -> ModelConfig:
 def wide_config(model: sections.Model) -> ModelConfig:
     """The config of `model.path`, with rows for new tokens. Raises ModelError, and DataError for tokens."""
     assert model.path is not None, "the recipe's rules ask for a base"
-    config, tokens = find_config(model.path), recipe_tokens(model)
+    config, tokens = find_config(model.path), recipe_tokens(model, described=False)
     if not tokens:
         return config
     from danlu.assembly.extended_base import extended_config
@@ -119,20 +121,21 @@ def recipe_base(model: sections.Model) -> Base:
 def model_folder(model: sections.Model) -> Path:
     """The folder of the weights of `model.path`, with rows for new tokens. Raises as `recipe_base`."""
     assert model.path is not None, "the recipe's rules ask for a base"
-    return recipe_base(model).folder if recipe_tokens(model) else resolve_folder(model.path)
+    return recipe_base(model).folder if recipe_tokens(model, described=False) else resolve_folder(model.path)
 
 
-def recipe_tokens(model: sections.Model) -> list[AddedToken]:
+def recipe_tokens(model: sections.Model, *, described: bool = True) -> list[AddedToken]:
     """The new tokens of a recipe: those that its adapters below were trained with, and its own behind them.
 
+    described: with the tokens of their descriptions, for which a tokenizer is loaded.
     Raises DataError for tokens that the tokenizer has, or cannot have.
     """
     below = tokens_below(model)
     if not model.tokens:
         return below
-    from danlu.data.new_tokens import added_tokens
+    from danlu.data.new_tokens import added_tokens, undescribed_tokens
 
-    return added_tokens(own_tokenizer(model), below, model.tokens)
+    return (added_tokens if described else undescribed_tokens)(own_tokenizer(model), below, model.tokens)
 
 
 def tokens_below(model: sections.Model) -> list[AddedToken]:
@@ -152,12 +155,14 @@ def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | Non
     if adapter is None or isinstance(adapter, sections.Continue):
         return []
     below = {token.id for token in tokens_below(model)}
-    ids = [token.id for token in recipe_tokens(model) if token.id not in below]
+    tokens = recipe_tokens(model, described=False)
+    ids = [token.id for token in tokens if token.id not in below]
     named: list[str] = getattr(adapter, "trainable_tokens", [])
     if named:
-        from danlu.data.tokenizer import load_tokenizer
+        from danlu.data.vocabulary import read_vocabulary
 
-        vocabulary = load_tokenizer(path := tokenizer_path(model)).vocabulary
+        path = own_tokenizer(model)
+        vocabulary = {**read_vocabulary(path), **{token.text: token.id for token in tokens}}
         if unknown := [text for text in named if text not in vocabulary]:
             raise DataError(
                 f"adapter.trainable_tokens: {unknown[0]!r} is no token of {path}. Name tokens that it has, or add it "
@@ -169,7 +174,7 @@ def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | Non
 
 def tokenizer_path(model: sections.Model) -> str:
     """The folder of the recipe's tokenizer: its own, or the model's; with new tokens. Raises DataError for those."""
-    own, tokens = own_tokenizer(model), recipe_tokens(model)
+    own, tokens = own_tokenizer(model), recipe_tokens(model, described=False)
     if not tokens:
         return own
     from danlu.data.new_tokens import extended_tokenizer
@@ -183,6 +188,23 @@ def own_tokenizer(model: sections.Model) -> str:
         return model.tokenizer
     assert model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
     return str(resolve_folder(model.path))
+
+
+def dataset_spec(recipe: Recipe, tokenizer: str | None = None) -> DatasetSpec:
+    """Everything that decides which tokens a recipe trains on; tokenizer: its folder or hub id, if not the recipe's."""
+    from danlu.data.prepare import DatasetSpec
+
+    return DatasetSpec(
+        recipe.data,
+        language_stage(recipe, "tokenising"),
+        tokenizer or tokenizer_path(recipe.model),
+        recipe.model.chat_template,
+        recipe.seed,
+        recipe.model.chat_template_date,
+        recipe.row_type,
+        recipe.needs_mismatched,
+        template_kwargs=recipe.model.chat_template_kwargs,
+    )
 
 
 def _config_of(model: sections.Model) -> ModelConfig:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from danlu.adapters.adapter_config import WEIGHTS, AdapterFolder
-from danlu.adapters.peft_folder import read_head
 from danlu.adapters.peft_values import PREFIX
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_layout import SCORE
-from danlu.models.score_head import head_of, stored_score_head
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear | None:
@@ -22,6 +22,10 @@ def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear 
 
     It is in float32; None where neither they nor the folder have any. Raises ModelError for one that cannot be read.
     """
+    # Here, not above: shapes are read without torch.
+    from danlu.adapters.peft_folder import read_head
+    from danlu.models.score_head import head_of, stored_score_head
+
     for adapter in reversed(adapters):
         if tensors := read_head(adapter):
             return head_of(tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -123,6 +122,7 @@ def _preview(
 
 
 def _dataset_spec(recipe: Recipe) -> DatasetSpec:
+    from danlu.assembly.document_lengths import written_day
     from danlu.data.prepare import DatasetSpec
 
     model = recipe.model
@@ -137,7 +137,7 @@ def _dataset_spec(recipe: Recipe) -> DatasetSpec:
         tokenizer_path=_tokenizer_path(model),
         chat_template=model.chat_template,
         seed=recipe.seed,
-        date=_date(recipe),
+        date=written_day(recipe),
         row_type=recipe.row_type,
         needs_mismatched=recipe.needs_mismatched,
         max_new_tokens=recipe.rollout.max_new_tokens,
@@ -151,22 +151,19 @@ def _new_tokens(model: Model) -> list[tuple[str, int, list[int]]]:
     """(text, id, ids before) of each new token of the recipe."""
     if not model.tokens:
         return []
+    from danlu.assembly.document_lengths import with_named_tokenizer
     from danlu.assembly.token_notes import replaced_ids
 
-    return replaced_ids(_with_tokenizer(model))
+    return replaced_ids(with_named_tokenizer(model))
 
 
 def _tokenizer_path(model: Model) -> str:
     if not model.tokens and not model.adapters:
         return model.tokenizer or model.path or ""
+    from danlu.assembly.document_lengths import with_named_tokenizer
     from danlu.assembly.recipe_adapters import tokenizer_path
 
-    return tokenizer_path(_with_tokenizer(model))
-
-
-def _with_tokenizer(model: Model) -> Model:
-    """The same with its tokenizer by name, so that of a hub id nothing but this is fetched."""
-    return model.model_copy(update={"tokenizer": model.tokenizer or model.path})
+    return tokenizer_path(with_named_tokenizer(model))
 
 
 def _summary(
@@ -222,12 +219,3 @@ def _show_prompts(
         out.line(line)
     if as_json:
         echo(preview_json.prompts_as_json(recipe, shown, lines, new_tokens))
-
-
-def _date(recipe: Recipe) -> str | None:
-    """The day that a chat template is to write: the recipe's, or that of the run which is in its output folder."""
-    run = Path(recipe.output).expanduser() / "recipe.yaml"
-    if recipe.model.chat_template_date is None and run.is_file():
-        with suppress(RecipeError):  # a run of an older danlu perhaps; `danlu train` says what is wrong with it
-            return recipes.load(run).recipe.model.chat_template_date
-    return recipe.model.chat_template_date

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -20,6 +20,7 @@ from danlu.data.tokenizer_folder import (
     tokenizer_fingerprint,
     write_fast_tokenizer,
 )
+from danlu.data.vocabulary import read_vocabulary
 from danlu.recipe.sections import NewToken
 
 
@@ -30,6 +31,21 @@ def added_tokens(path: str, below: Sequence[AddedToken], tokens: Sequence[NewTok
     token that the tokenizer has already, and for a description without tokens.
     """
     return list(_added_tokens(path, tokenizer_fingerprint(path), tuple(below), tuple(tokens)))
+
+
+def undescribed_tokens(path: str, below: Sequence[AddedToken], tokens: Sequence[NewToken]) -> list[AddedToken]:
+    """`added_tokens` without the tokens of their descriptions, for which no tokenizer library is loaded."""
+    return list(_undescribed(path, tokenizer_fingerprint(path), tuple(below), tuple(tokens)))
+
+
+@cache
+def _undescribed(
+    path: str, fingerprint: str, below: tuple[AddedToken, ...], tokens: tuple[NewToken, ...]
+) -> tuple[AddedToken, ...]:
+    vocabulary = {**read_vocabulary(path), **{token.text: token.id for token in below}}
+    _check_new(path, vocabulary, tokens)
+    first = max(vocabulary.values()) + 1
+    return (*below, *(AddedToken(token.text, first + number, token.special) for number, token in enumerate(tokens)))
 
 
 @cache
@@ -48,10 +64,15 @@ def _added_tokens(
     return added
 
 
+def extended_folder(path: str, tokens: Sequence[AddedToken]) -> Path:
+    """The folder of the cache that a tokenizer with these tokens has, or would have."""
+    entries = [(token.text, token.id, token.special) for token in tokens]
+    return converted_folder(f"{tokenizer_fingerprint(path)}-tokens-{_digest(repr(entries))}")
+
+
 def extended_tokenizer(path: str, tokens: Sequence[AddedToken]) -> Path:
     """Returns the folder of a tokenizer with these tokens. Raises DataError where one would get another id."""
-    entries = [(token.text, token.id, token.special) for token in tokens]
-    folder = converted_folder(f"{tokenizer_fingerprint(path)}-tokens-{_digest(repr(entries))}")
+    folder = extended_folder(path, tokens)
     if (folder / "tokenizer.json").is_file():
         return folder
     from danlu.data.tokenizer import load_tokenizer
@@ -85,20 +106,27 @@ def _digest(text: str) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def _check_new(path: str, vocabulary: Mapping[str, int], tokens: Sequence[NewToken]) -> None:
+    """Raises DataError for a token that a vocabulary has already, or that is there twice."""
+    ids = dict(vocabulary)
+    for number, token in enumerate(tokens):
+        if (known := ids.get(token.text)) is not None:
+            raise DataError(
+                f"model.tokens.{number}: {token.text!r} is a token of {path} already (id {known}). Leave it out: its "
+                "rows are trained where the whole model is, and with an adapter by adapter.trainable_tokens"
+            )
+        ids[token.text] = -1
+
+
 def _with_ids(path: str, below: Sequence[AddedToken], tokens: Sequence[NewToken]) -> list[AddedToken]:
     # Imported here: a run on cached tokens loads no tokenizer.
     from danlu.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     vocabulary = {**tokenizer.vocabulary, **{token.text: token.id for token in below}}
+    _check_new(path, vocabulary, tokens)
     described: list[tuple[int, ...] | None] = []
     for number, token in enumerate(tokens):
-        if (known := vocabulary.get(token.text)) is not None:
-            raise DataError(
-                f"model.tokens.{number}: {token.text!r} is a token of {path} already (id {known}). Leave it out: its "
-                "rows are trained where the whole model is, and with an adapter by adapter.trainable_tokens"
-            )
-        vocabulary[token.text] = -1
         described.append(None if token.description is None else tuple(tokenizer.encode(token.description)))
         if described[-1] == ():
             raise DataError(

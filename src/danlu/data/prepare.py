@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -263,6 +264,23 @@ def prepare(
     )
 
 
+def cached_lengths(spec: DatasetSpec) -> np.ndarray | None:
+    """[samples] int: tokens of each sample of an epoch; None where the cache lacks some of the rows.
+
+    Nothing is tokenised, and hub data sets and streams are not asked for. Raises DataError for a missing file.
+    """
+    if spec.data.streaming:
+        return None
+    cached = _CachedSources(spec, spec.job().tokenizer_fingerprint(), None)
+    stores = []
+    for source in spec.data.train:
+        if (store := cached.find(source)) is None:
+            return None
+        stores.append(store)
+    chosen, _, _ = _choose(stores, spec.data, spec.seed, ())
+    return spec.samples(chosen).lengths
+
+
 def worker_count(data: Data) -> int:
     """Tokenising processes: `data.workers`, or one for each core this process may use."""
     return usable_cores() if data.workers == "auto" else data.workers
@@ -354,7 +372,14 @@ class _CachedSources:
         self._cache = TokenCache(Path(spec.data.cache).expanduser())
         self._rows = _CheckedRows(spec, progress)
 
-    def store(self, source: Source, workers: WorkerPool[Any, TokenizedChunk]) -> TokenStore:
+    def find(self, source: Source) -> TokenStore | None:
+        """The tokens of a source, if the cache has them; of files alone."""
+        if sources.source_files(source) is None:
+            return None
+        return self._cache.find(_store_name(source), partial(self._parts, source))
+
+    def _parts(self, source: Source) -> dict[str, Any]:
+        """Everything that the tokens of a source depend on."""
         parts: dict[str, Any] = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
@@ -364,7 +389,9 @@ class _CachedSources:
         }
         if mappings := sources.column_mappings(source, self._spec.data.columns):
             parts["columns"] = [mapping.key() for mapping in mappings]
+        return parts
 
+    def store(self, source: Source, workers: WorkerPool[Any, TokenizedChunk]) -> TokenStore:
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
             statistics = Statistics()
             writer: StoreWriter | None = None
@@ -376,7 +403,11 @@ class _CachedSources:
                 raise DataError(f"{source.path}: no rows")
             writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(chunk.tokenizer)})
 
-        return self._cache.get(Path(source.path.partition("#")[0]).stem, parts, build)
+        return self._cache.get(_store_name(source), self._parts(source), build)
+
+
+def _store_name(source: Source) -> str:
+    return Path(source.path.partition("#")[0]).stem
 
 
 def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:

@@ -219,9 +219,7 @@ class TokenCache:
             parts: everything the content depends on; JSON values.
             build: called with a function that, given the vocabulary's size, opens the writer; must `finish` it.
         """
-        text = json.dumps({"format": FORMAT, **parts}, sort_keys=True, ensure_ascii=False)
-        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        folder = self.folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:40]}-{key}"
+        text, folder = self._place(name, parts)
         store = self._read(folder)
         if store is not None:
             return store
@@ -232,6 +230,24 @@ class TokenCache:
                 self._build(folder, text, build)
                 store = TokenStore(folder)
         return store
+
+    def find(self, name: str, parts: Callable[[], Mapping[str, Any]]) -> TokenStore | None:
+        """The store that `get` would return, if it is there; its checksums are not verified.
+
+        parts: called only where the cache has a store of this name, for they take as long as the rows are large.
+        """
+        if not any(self.folder.glob(f"{_leading(name)}-*/{MARKER}")):
+            return None
+        try:
+            return TokenStore(self._place(name, parts())[1])
+        except (DamagedStore, OSError, ValueError, KeyError):
+            return None
+
+    def _place(self, name: str, parts: Mapping[str, Any]) -> tuple[str, Path]:
+        """Returns (the key of a store as text, its folder)."""
+        text = json.dumps({"format": FORMAT, **parts}, sort_keys=True, ensure_ascii=False)
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        return text, self.folder / f"{_leading(name)}-{key}"
 
     def _build(self, folder: Path, key: str, build: Callable[[Callable[[int], StoreWriter]], None]) -> None:
         unfinished = self._unfinished(folder.name)
@@ -296,6 +312,11 @@ class TokenCache:
             with nullcontext(True) if name == locked else self._locked(name, wait=False) as free:
                 if free:
                     shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _leading(name: str) -> str:
+    """The beginning of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
 
 
 @contextmanager

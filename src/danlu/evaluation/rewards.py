@@ -276,7 +276,8 @@ def evaluate_rollouts(
 def _reward_model(request: Request | None, section: ModelReward) -> Reward:
     """A reward model, with the precision and on the device that the flags say."""
     from danlu.inference.quantization_choice import quantization_section
-    from danlu.stages.reward_model import load_reward_model, resolve_reward_model
+    from danlu.stages.reward_model import load_reward_model
+    from danlu.stages.role_configs import resolve_reward_model
 
     resolved = resolve_reward_model(section.path)
     quantization = quantization_section(None, resolved)

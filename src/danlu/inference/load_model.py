@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from danlu.assembly.frozen_base import stored_quantization
 from danlu.assembly.score_head import required_score_head
+from danlu.assembly.stored_base import stored_quantization
 from danlu.core.errors import ResourceError
 from danlu.data.tokenizer import load_tokenizer
 from danlu.inference.chat_tokenizer import ChatTokenizer

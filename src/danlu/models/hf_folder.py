@@ -82,10 +82,15 @@ def find_config(path_or_id: str | Path) -> ModelConfig:
 
     Raises ModelError.
     """
+    return read_config(config_folder(path_or_id))
+
+
+def config_folder(path_or_id: str | Path) -> Path:
+    """The folder of `resolve_folder`; of a hub id nothing but config.json is fetched. Raises ModelError."""
     name = str(path_or_id)
     if Path(name).expanduser().exists() or not _HUB_ID.fullmatch(name):
-        return read_config(resolve_folder(path_or_id))
-    return read_config(_download(name, [CONFIG]))
+        return resolve_folder(path_or_id)
+    return _download(name, [CONFIG])
 
 
 def _check_entries(folder: Path) -> None:

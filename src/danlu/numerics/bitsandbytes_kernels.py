@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from danlu.numerics import four_bit
-from danlu.numerics.four_bit import BLOCKS, KINDS, NESTED_BLOCK, Kind, Nested, dynamic_map
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, dynamic_map
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(platform, ".so")
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -1,5 +1,4 @@
-"""A 4-bit matrix as bitsandbytes and transformers lay it out in safetensors files, and `quantization_config` of a
-folder.
+"""A 4-bit matrix as bitsandbytes and transformers lay it out in safetensors files.
 
 In addition to the codes, under the weight's own name, there are tensors with longer names: `.absmax`, `.quant_map`,
 with double quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or fp4):
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from danlu.core.errors import ModelError
-from danlu.numerics.four_bit import BLOCKS, KINDS, NESTED_BLOCK, FourBitMatrix, Kind, Nested, codebook
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested, codebook
 
 STATE = ".quant_state.bitsandbytes__"
 SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(f"{STATE}{kind}" for kind in KINDS))
@@ -174,78 +174,3 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-_ADVICE = "danlu reads bitsandbytes' nf4 and fp4; use a model in one of them, or the one before quantization."
-
-
-@dataclass(frozen=True)
-class FourBitConfig:
-    """The 4-bit settings of a folder's config.json. Those stored with each weight take precedence."""
-
-    kind: Kind
-    double: bool
-
-
-def config_values(kind: Kind, *, double: bool, dtype: torch.dtype, skip: Sequence[str] | None = None) -> dict[str, Any]:
-    """The `quantization_config` of a folder with 4-bit weights, as transformers writes it.
-
-    dtype: of the products of a transformers model. skip: modules that are not packed.
-    """
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": kind,
-        "bnb_4bit_use_double_quant": double,
-        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": None if skip is None else list(skip),
-        # Settings of the 8-bit method that transformers writes into every such folder; they change nothing in 4 bits.
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_threshold": 6.0,
-    }
-
-
-def read_config(config: Mapping[str, Any], where: str) -> FourBitConfig | None:
-    """The 4-bit settings in the values of a config.json; None if its weights are not quantized.
-
-    Raises:
-        ModelError: they are quantized in a way that danlu does not read, or the values make no sense.
-    """
-    values = config.get("quantization_config")
-    if values is None:
-        return None
-    if not isinstance(values, Mapping):
-        raise ModelError(f"{where}: quantization_config is {values!r}, not an object.")
-    four, eight = (_flag(values, f"load_in_{bits}bit", where) for bits in (4, 8))
-    # Before it named its methods, transformers wrote bitsandbytes' settings alone.
-    method = values.get("quant_method", "bitsandbytes" if four or eight else None)
-    if method != "bitsandbytes":
-        raise ModelError(f"{where}: the weights are quantized with {method!r}. {_ADVICE}")
-    if eight:
-        raise ModelError(f"{where}: the weights are quantized to 8 bits (LLM.int8). {_ADVICE}")
-    if not four:
-        raise ModelError(f"{where}: quantization_config asks for neither 4 nor 8 bits.")
-    kind = values.get("bnb_4bit_quant_type", "fp4")
-    if kind not in KINDS:
-        raise ModelError(f"{where}: bnb_4bit_quant_type is {kind!r}. {_ADVICE}")
-    double = _flag(values, "bnb_4bit_use_double_quant", where)
-    name = values.get("bnb_4bit_compute_dtype") or "float32"
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ModelError(f"{where}: bnb_4bit_compute_dtype is {name!r}, not a type such as 'bfloat16'.")
-    skip = values.get("llm_int8_skip_modules")
-    if skip is not None and not (isinstance(skip, list) and all(isinstance(module, str) for module in skip)):
-        raise ModelError(f"{where}: llm_int8_skip_modules is {skip!r}, not a list of names.")
-    return FourBitConfig(kind, double)
-
-
-def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
-    flag = values.get(key, False)
-    if not isinstance(flag, bool):
-        raise ModelError(f"{where}: {key} is {flag!r}, not true or false.")
-    return flag

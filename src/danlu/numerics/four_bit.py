@@ -15,15 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from math import gcd
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["nf4", "fp4"]
-KINDS: tuple[Kind, ...] = ("nf4", "fp4")
+from danlu.numerics.bitsandbytes_config import Kind
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
 from danlu.numerics import bitsandbytes_kernels, bitsandbytes_layout, four_bit
-from danlu.numerics.four_bit import BLOCKS, KINDS, NESTED_BLOCK, FourBitMatrix, Kind, Nested, dynamic_map
+from danlu.numerics.bitsandbytes_config import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested, dynamic_map
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

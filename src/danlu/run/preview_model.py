@@ -1,4 +1,4 @@
-"""The model of a recipe from configs and the headers of weight files: config, tensors, and parameters counted."""
+"""The model of a recipe from configs and the headers of weight files: config, tensors, parameters counted. No torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import math
 from dataclasses import replace
 
 from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
-from danlu.assembly.base_model import find_base
-from danlu.assembly.frozen_base import stored_quantization
-from danlu.assembly.recipe_adapters import base_config, model_folder, trained_tokens
+from danlu.assembly.recipe_adapters import base_config, own_tokenizer, recipe_tokens, trained_tokens
+from danlu.assembly.stored_base import stored_base
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
-from danlu.planning.model_tensors import UNSTORED, ModelTensors, StoredBase, policy_tensors
+from danlu.planning.model_tensors import UNSTORED, ModelTensors, policy_tensors
 from danlu.recipe import Recipe, sections
+from danlu.recipe.roles import task_of
 from danlu.recipe.value import value_share
-from danlu.stages.table import STAGES
-from danlu.stages.value_model import own_config
+from danlu.stages.role_configs import own_config
 from danlu.training.units import parameters_and_trained
 
 
@@ -32,8 +30,26 @@ def config_of(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | 
         config = from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
     else:
         return None
+    task = task_of(recipe)
+    assert task is not None, "the model of a recipe that classifies images is no decoder"
     config = with_long_context(config, recipe.long_context, recipe.data.max_length)
-    return replace(config, task=STAGES[recipe.stage].task(recipe))  # one that classifies has no head over a vocabulary
+    return replace(config, task=task)  # one that classifies has no head over a vocabulary
+
+
+def planned_config(recipe: Recipe) -> ModelConfig:
+    """The config of the model that is trained, for which no tokenizer library is loaded.
+
+    Raises ModelError, and DataError for a model from scratch with a tokenizer that cannot be read.
+    """
+    tokenizer = None
+    if recipe.model.path is None:
+        from danlu.data.vocabulary import vocabulary_size
+
+        new = [token.id + 1 for token in recipe_tokens(recipe.model, described=False)]
+        tokenizer = TokenizerInfo(max(vocabulary_size(own_tokenizer(recipe.model)), *new, 0), None, None, None, ())
+    config = config_of(recipe, tokenizer)
+    assert config is not None, "the tokenizer's size is known"
+    return config
 
 
 def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
@@ -61,18 +77,5 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
 
 def tensors_of(recipe: Recipe, config: ModelConfig) -> ModelTensors:
     """The tensors of the policy of a recipe, as a run on this base would keep them."""
-    return policy_tensors(recipe, config, _stored(recipe, config), trained_tokens(recipe.model, recipe.adapter))
-
-
-def _stored(recipe: Recipe, config: ModelConfig) -> StoredBase:
-    """The quantization in which the base's own folder stores its linear layers, if in 4 bits, and which of them."""
-    if recipe.adapter is None or recipe.model.path is None:
-        return UNSTORED
-    section = stored_quantization(find_base(recipe.model.path).folder)
-    if section is None:
-        return UNSTORED
-    stored = own_tensors(model_folder(recipe.model), config)
-    tensors = (tensor for tensor in expected_tensors(config, stored) if tensor.name in stored)
-    return StoredBase(
-        section, {name for tensor in tensors if stored[tensor.name].dtype == FOUR_BIT for name in tensor.parameters}
-    )
+    stored = UNSTORED if recipe.adapter is None else stored_base(recipe.model, config)
+    return policy_tensors(recipe, config, stored, trained_tokens(recipe.model, recipe.adapter))

@@ -1,4 +1,4 @@
-"""The models of a recipe, read from their configs and from the headers of weight files."""
+"""The models of a recipe, read from their configs and from the headers of weight files. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.planning.model_tensors import frozen_tensors
 from danlu.planning.workload import FrozenModel, Workload
 from danlu.recipe import Recipe
+from danlu.recipe.roles import ModelSpec, frozen_roles
 from danlu.recipe.value import value_share
 from danlu.run.preview_model import tensors_of
-from danlu.stages.protocols import frozen_models
-from danlu.stages.rewards import own_reward_bytes, shared_rewards
-from danlu.stages.table import STAGES
-from danlu.stages.value_model import own_config
+from danlu.stages.role_configs import own_config, own_reward_bytes, shared_rewards
 
 
 def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_PACKS, *, judges: bool) -> Workload:
@@ -23,7 +21,9 @@ def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_P
     a model that cannot be read, and RecipeError for an adapter that does not fit it.
     """
     frozen = []
-    for role, spec in frozen_models(STAGES[recipe.stage].models(recipe)).items():
+    for role, spec in frozen_roles(recipe).items():
+        if not isinstance(spec, ModelSpec):
+            continue
         own = config if spec.section.path is None else base_config(spec.section)
         in_float32 = spec.mixing is not None
         tensors = frozen_tensors(own, recipe.precision, spec.quantization, in_float32=in_float32)

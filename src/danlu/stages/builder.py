@@ -113,7 +113,7 @@ class DecoderBuilder:
             device = self._loss_device(self._config(stage_data.tokenizer), device)
         for spec in self.stage.columns(self.recipe):
             from danlu.stages.columns import add_columns
-            from danlu.stages.frozen_models import frozen_config
+            from danlu.stages.role_configs import frozen_config
 
             rows = stage_data.stored
             assert rows is not None, "the recipe's rules let no columns be asked of a stream"
@@ -218,7 +218,7 @@ class DecoderBuilder:
                 moving[role] = moving_weights(role, placed, own, spec.mixing)
         critic = None
         if value_share(self.recipe) == "none":
-            from danlu.stages.value_model import own_config
+            from danlu.stages.role_configs import own_config
 
             critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), ParallelContext())
         balancer = balancer_of(self.recipe.router, placed, threads=self.recipe.parallel.workers == "threads")

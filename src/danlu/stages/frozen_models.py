@@ -27,20 +27,20 @@ from danlu.assembly.recipe_adapters import (
 from danlu.core.errors import RecipeError
 from danlu.core.tokenizer_files import VOCABULARY_FILES
 from danlu.data.tokenizer import load_tokenizer
-from danlu.models.config import ModelConfig, is_matrix
+from danlu.models.config import is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
-from danlu.models.presets import from_scratch
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import split_problems
 from danlu.recipe import Recipe
 from danlu.recipe.roles import ModelSpec
-from danlu.recipe.sections import Model, Recompute
+from danlu.recipe.sections import Recompute
 from danlu.stages.reader import tokenizer_of
+from danlu.stages.role_configs import frozen_config
 
 
 def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
@@ -105,11 +105,6 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
     for parameter in placed.parallel.local_parameters.values():
         parameter.local.requires_grad_(False)
     return placed
-
-
-def frozen_config(section: Model, vocab_size: int) -> ModelConfig:
-    """The config of a frozen model."""
-    return from_scratch(section, vocab_size) if section.path is None else base_config(section)
 
 
 def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:

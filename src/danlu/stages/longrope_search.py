@@ -19,7 +19,14 @@ import torch
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.adapter_training import merged_model
 from danlu.assembly.frozen_base import load_frozen
-from danlu.assembly.recipe_adapters import base_config, base_identity, model_folder, open_named, recipe_base
+from danlu.assembly.recipe_adapters import (
+    base_config,
+    base_identity,
+    dataset_spec,
+    model_folder,
+    open_named,
+    recipe_base,
+)
 from danlu.core.errors import DataError
 from danlu.core.line_log import LineLog
 from danlu.core.run_files import LONGROPE_SEARCH
@@ -34,7 +41,7 @@ from danlu.models.longrope_search import Candidate, count, search
 from danlu.numerics.dtypes import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
-from danlu.stages.reader import dataset_spec, prepared_data
+from danlu.stages.reader import prepared_data
 from danlu.training.evaluation import evaluate
 from danlu.training.progress import RowProgress
 

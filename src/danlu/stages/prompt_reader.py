@@ -35,7 +35,8 @@ from danlu.stages.protocols import PlacedStage, Prompts, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder
 from danlu.stages.reward_model import RewardModel
-from danlu.stages.rewards import own_reward_bytes, recipe_rewards, reward_parts, rewards_on_base
+from danlu.stages.rewards import recipe_rewards, reward_parts, rewards_on_base
+from danlu.stages.role_configs import own_reward_bytes
 from danlu.stages.rollout import leaves_tokens_out
 from danlu.training.progress import RowProgress
 from danlu.training.run_folder import Start

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from danlu.assembly.recipe_adapters import max_sample_length, model_folder, tokenizer_path
+from danlu.assembly.recipe_adapters import dataset_spec, max_sample_length, model_folder, tokenizer_path
 from danlu.core.errors import DataError
 from danlu.core.types import Pack
 from danlu.data.packed_dataset import PackedDataset
@@ -23,7 +23,6 @@ from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import template_date
 from danlu.models.config import ModelConfig
 from danlu.recipe import Recipe
-from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import Data, LengthStage
 from danlu.recipe.staged_lengths import amount_per_step
 from danlu.stages.protocols import StageData, StoredRows
@@ -106,21 +105,6 @@ def prepared_data(spec: DatasetSpec, stream: TextIO, held_out_rows: Sequence[np.
     """The rows as tokens, with the progress shown on `stream`; held_out_rows: as in `prepare`."""
     with closing(RowProgress(stream)) as progress:
         return prepare(spec, progress=progress, held_out_rows=held_out_rows)
-
-
-def dataset_spec(recipe: Recipe) -> DatasetSpec:
-    """Everything that decides which tokens a recipe trains on."""
-    return DatasetSpec(
-        recipe.data,
-        language_stage(recipe, "tokenising"),
-        tokenizer_path(recipe.model),
-        recipe.model.chat_template,
-        recipe.seed,
-        recipe.model.chat_template_date,
-        recipe.row_type,
-        recipe.needs_mismatched,
-        template_kwargs=recipe.model.chat_template_kwargs,
-    )
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.assembly.score_head import score_head_shape
-from danlu.core.errors import DataError, ModelError
+from danlu.core.errors import DataError
 from danlu.core.types import Pack, Sample, Task
 from danlu.data.answer_trees import render_answers
 from danlu.data.messages import Message, parse_turns
@@ -25,8 +24,7 @@ from danlu.data.tree_length import cut_answers, shorten_prompt
 from danlu.data.trees import path_lengths
 from danlu.inference.generation_config import Precision
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer, load_model
-from danlu.inference.resolve_model import ResolvedModel, resolve_model
-from danlu.models.hf_layout import SCORE
+from danlu.inference.resolve_model import ResolvedModel
 from danlu.recipe.sections import QuantizationSection
 from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
 from danlu.stages.scoring import row_values, scored_rows, scoring_learner
@@ -115,34 +113,6 @@ class RewardModel:
             return tree
         bos_id = self.loaded.chat_tokenizer.tokenizer.bos_id
         return shorten_prompt(tree, self.context, bos_id) or cut_answers(tree, self.context, bos_id)
-
-
-def resolve_reward_model(path: str) -> ResolvedModel:
-    """Finds the folders of a reward model, with its config, without reading its weights.
-
-    Raises ModelError for a language model, for a folder without a model, and for a model without a head or with a head
-    of more than one number for an answer.
-    """
-    resolved = resolve_model(path, may_classify=True)
-    if resolved.config.task == "causal-lm":
-        raise ModelError(f"{resolved.given_path}: a language model, which gives no score. Name a reward model")
-    _check_head(resolved)
-    return resolved
-
-
-def _check_head(resolved: ResolvedModel) -> None:
-    """Raises ModelError for a head that is no reward's, by the headers of its files."""
-    config, path = resolved.config, resolved.given_path
-    shape = score_head_shape(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
-    if shape is None:
-        raise ModelError(f"{path}: its config is of a model that classifies, and its weights have no {SCORE}")
-    labels = 2 if config.task == "token-classification" else 1
-    if shape != (labels, config.hidden_size):
-        wrong = f"has {shape[0]} labels" if shape[1:] == (config.hidden_size,) else f"is {list(shape)}"
-        raise ModelError(
-            f"{path}: its head {wrong}. A reward is one score (sequence classification with 1 label), or that of steps "
-            f"(token classification with 2), of hidden states of width {config.hidden_size}"
-        )
 
 
 def load_reward_model(

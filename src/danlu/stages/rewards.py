@@ -5,7 +5,7 @@ Those that are adapters on the policy's own base are put upon that, which is not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,8 +13,6 @@ from torch import nn
 
 from danlu.adapters.adapter_config import open_adapter
 from danlu.adapters.peft_folder import add_adapter
-from danlu.assembly.base_model import find_base
-from danlu.assembly.memory_estimate import activation_dtype
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.score_head import required_score_head
 from danlu.core.errors import RecipeError
@@ -32,7 +30,8 @@ from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
-from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
+from danlu.stages.reward_model import RewardModel, load_reward_model
+from danlu.stages.role_configs import has_base_of_policy, resolve_reward_model
 from danlu.training.units import format_bytes
 
 _PLAIN_STARTS = (None, True, False, "gaussian")
@@ -98,7 +97,7 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         if not isinstance(section, ModelReward) or section.path in judges:
             continue
         resolved = resolve_reward_model(section.path)
-        if not _has_base_of_policy(recipe, resolved):
+        if not has_base_of_policy(recipe, resolved):
             continue
         where = f"rewards.{number}: {section.path} is an adapter on the policy's base"
         reason = _needs_base_of_its_own(recipe.parallel, recipe.quantization, subject, resolved, ranks)
@@ -108,12 +107,6 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         judges[section.path], size = _judge(recipe.precision, subject, resolved, len(judges))
         lines.append(f"{where}: {format_bytes(size)} are put upon that, and it is not loaded again")
     return judges, lines
-
-
-def _has_base_of_policy(recipe: Recipe, resolved: ResolvedModel) -> bool:
-    if recipe.adapter is None or recipe.model.path is None or len(resolved.stacks) != 1:
-        return False
-    return find_base(resolved.folder).fingerprint == find_base(recipe.model.path).fingerprint
 
 
 def _needs_base_of_its_own(
@@ -167,19 +160,3 @@ def _judge(precision: str, subject: Subject, resolved: ResolvedModel, number: in
     switched_on = partial(adapters.switched_to, names)
     judge = RewardModel(loaded, model.config.context_length, resolved.config.task, switched_on)
     return judge, sum(tensor.nbytes for tensor in tensors)
-
-
-def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
-    """Bytes of the reward models that the first process loads in addition to the policy, in the type of activations.
-
-    judges: the paths of those that need no base of their own.
-    """
-    paths = {section.path for section in recipe.rewards or () if isinstance(section, ModelReward)} - set(judges)
-    sizes = [resolve_reward_model(path).config.parameter_count() for path in paths]
-    return sum(sizes) * activation_dtype(recipe.precision).itemsize
-
-
-def shared_rewards(recipe: Recipe) -> list[str]:
-    """The paths of reward models that are adapters on the policy's base, whether or not they can judge upon that."""
-    sections = [section for section in recipe.rewards or () if isinstance(section, ModelReward)]
-    return [each.path for each in sections if _has_base_of_policy(recipe, resolve_reward_model(each.path))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from danlu.assembly.recipe_adapters import longest_shared_path
+from danlu.assembly.recipe_adapters import dataset_spec, longest_shared_path
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.mismatched import MISMATCHED, with_own_prompt
@@ -20,7 +20,7 @@ from danlu.data.trees import longest_path, repeat_stem
 from danlu.recipe import Recipe
 from danlu.stages.data_remarks import balance_lines
 from danlu.stages.protocols import StageData, StoredRows
-from danlu.stages.reader import dataset_spec, prepared_data, prepared_lines
+from danlu.stages.reader import prepared_data, prepared_lines
 
 
 class TreeReader:

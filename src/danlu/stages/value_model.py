@@ -24,8 +24,9 @@ from danlu.recipe import Recipe
 from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Model
 from danlu.recipe.value import VALUE, value_section, value_share
-from danlu.stages.frozen_models import check_frozen_model, frozen_config
+from danlu.stages.frozen_models import check_frozen_model
 from danlu.stages.reward import first_score_head
+from danlu.stages.role_configs import frozen_config, own_config, own_section
 from danlu.training.trained_roles import TrainedRoles
 
 
@@ -45,7 +46,7 @@ def check_critic(recipe: Recipe) -> None:
             if saves_value_model:
                 _check_class_for_scores(frozen_config(section, 1))
             if section.path is not None:
-                check_headers(model_folder(section), _scores(frozen_config(section, 1)), quantized=False)
+                check_headers(model_folder(section), own_config(recipe, 1), quantized=False)
 
 
 def _check_class_for_scores(config: ModelConfig) -> None:
@@ -81,25 +82,6 @@ def place_own_critic(recipe: Recipe, vocab_size: int, ranks: Ranks, device: torc
     alike = recipe.model_copy(update={"model": own_section(recipe), "adapter": None, "quantization": None})
     subject = subject_of(alike, own_config(recipe, vocab_size), device, resumed=resumed, ranks=ranks)
     return place(subject, alike, ranks, device, resumed=resumed)
-
-
-def own_section(recipe: Recipe) -> Model:
-    """The model that a separate value model starts from."""
-    path = value_section(recipe).model
-    if path is None:
-        return recipe.model
-    resolved = resolve_model(path, may_classify=True)
-    below = [str(adapter.path) for stack in resolved.stacks for adapter in stack]
-    return Model(path=str(resolved.folder), adapters=below)
-
-
-def own_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
-    """The config of a decoder of values: it has no head over the vocabulary."""
-    return _scores(frozen_config(own_section(recipe), vocab_size))
-
-
-def _scores(config: ModelConfig) -> ModelConfig:
-    return replace(config, task="sequence-classification")
 
 
 def first_value_head(recipe: Recipe) -> nn.Linear:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.assembly.recipe_adapters import longest_shared_path
+from danlu.assembly.recipe_adapters import dataset_spec, longest_shared_path
 from danlu.core.errors import CheckpointError, DanluError
 from danlu.core.types import Item, Pack, Sample
 from danlu.data.packed_dataset import PackedDataset
@@ -19,7 +19,6 @@ from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.samples import Samples
 from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local
-from danlu.stages.reader import dataset_spec
 from danlu.stages.tree_reader import Trees
 from danlu.verification.synthetic_rollouts import synthetic_rollouts
 from danlu.verification.synthetic_trees import synthetic_trees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from danlu.assembly.frozen_base import stored_quantization
+from danlu.assembly.stored_base import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
 from danlu.numerics.dtypes import DTYPES

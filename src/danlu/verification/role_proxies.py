@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from danlu.assembly.frozen_base import stored_quantization
+from danlu.assembly.stored_base import stored_quantization
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
