@@ -41,6 +41,13 @@ class RankStates:
     """Bytes that `memory.offload` keeps in the host's memory or in files."""
     by_role: Mapping[Role, int]
     """The bytes of each model's parameters and buffers."""
+    tensors: tuple[RankTensor, ...] = ()
+    """The policy's."""
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the trained parameters of the policy that the process has."""
+        return {each.name: each.shape for each in self.tensors if each.whole.trained}
 
 
 def rank_states(workload: Workload, layout: Layout, *, stage: int = 0, device_type: str = "cpu") -> RankStates:
@@ -103,7 +110,7 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
         gathered=gathered + of_critic[0],
         stash=_weight_delay(workload, stage) * FLOAT32_BYTES * sum(map(math.prod, trained.values())),
     )
-    return RankStates(parts, offloaded, by_role)
+    return RankStates(parts, offloaded, by_role, tuple(own))
 
 
 def _bytes(tensors: Iterable[RankTensor]) -> int:

@@ -1,0 +1,217 @@
+"""The plan of a step: each stage's memory, seconds and traffic, from one walk over the actions that it runs. No torch.
+
+Seconds of operations are those of `chunk_costs`, which a pipeline's schedule puts in their places; collectives that a
+rank waits for are added to them, and those that computation hides are counted apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from danlu.models.chunks import Chunks
+from danlu.parallel.layout import Layout
+from danlu.parallel.schedules import Action, schedule, unsplit
+from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, chunk_seconds, mean_batch
+from danlu.planning.flops import DecoderFlops
+from danlu.planning.pipeline_split import num_chunks
+from danlu.planning.primitives import PassSeconds
+from danlu.planning.rank_memory import RankStates, rank_states, stage_step
+from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
+from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, walk
+from danlu.planning.step_work import clip_work, update_work
+from danlu.planning.target import Target
+from danlu.planning.workload import Workload
+
+_MAX_CPU_TOKENS = 4096
+"""More tokens at once make CPU steps no faster, only larger."""
+_FREE_SHARE = 0.8
+"""The share of the free memory that `batch.micro: auto` gives to activations."""
+
+
+def plan_step(
+    workload: Workload, layout: Layout, target: Target, times: LayerTimes | None = None, *, micro: int | None = None
+) -> StepPlan:
+    """The plan of a step.
+
+    times: known seconds of layers, which a search shares. micro: packed sequences of a micro-batch in place of the
+    recipe's. Raises RecipeError where links are needed and not known.
+    """
+    return _Planner(workload, layout, target, times, micro).plan()
+
+
+def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
+    """Packed sequences of a micro-batch: as the recipe says, or the most that fit on every stage."""
+    recipe = workload.recipe
+    per_step = -(-recipe.batch.packs(recipe.data.max_length) // layout.data)
+    if recipe.batch.micro != "auto":
+        return min(recipe.batch.micro, per_step)
+    at_most = per_step
+    if target.device_type == "cpu":
+        at_most = min(per_step, max(1, _MAX_CPU_TOKENS // recipe.data.max_length))
+    budget = recipe.batch.memory
+    available = target.cluster.card.memory_bytes if budget is None else budget * 2**30
+    share = _FREE_SHARE if budget is None else 1.0
+    largest = at_most
+    for stage in range(layout.pipeline):
+        states = rank_states(workload, layout, stage=stage, device_type=target.device_type)
+        step = stage_step(workload, stage, states.parts, target.device_type, target.kernels, 1).step_memory()
+        largest = min(largest, step.largest_micro_batch(available, at_most, share=share))
+    return largest
+
+
+@dataclass
+class _Planner:
+    workload: Workload
+    layout: Layout
+    target: Target
+    times: LayerTimes | None
+    micro: int | None
+
+    def plan(self) -> StepPlan:
+        workload, layout, recipe = self.workload, self.layout, self.workload.recipe
+        if self.times is None and self.target.speeds is not None:
+            self.times = LayerTimes(self.target.speeds)
+        micro = self.micro or micro_batch(workload, layout, self.target)
+        per_step = -(-recipe.batch.packs(recipe.data.max_length) // layout.data)
+        micro_batches = -(-per_step // micro)
+        stages = range(layout.pipeline)
+        states = [rank_states(workload, layout, stage=stage, device_type=self.target.device_type) for stage in stages]
+        seconds = self._chunk_seconds(micro)
+        costs = self._costs(states, seconds, micro)
+        walks = walk(self._lists(micro_batches), costs, [self._rank_cost(each) for each in states])
+        tokens = per_step * layout.data * recipe.data.max_length
+        return StepPlan(
+            layout,
+            micro,
+            micro_batches,
+            tuple(StagePlan(_memory(state, own), own.events, ()) for state, own in zip(states, walks, strict=True)),
+            self._seconds(seconds, walks, states, micro_batches),
+            tokens=tokens,
+            flops=self._flops(micro) * micro_batches * layout.data,
+            assumptions=tuple(self._assumptions()),
+        )
+
+    def _chunk_seconds(self, micro: int) -> list[PassSeconds] | None:
+        if self.times is None:
+            return None
+        chunks = self.workload.chunks(0)
+        return [
+            chunk_seconds(self.workload, chunks, chunk, micro, self.target, self.times)
+            for chunk in range(len(chunks.layers))
+        ]
+
+    def _costs(
+        self, states: Sequence[RankStates], seconds: Sequence[PassSeconds] | None, micro: int
+    ) -> list[ChunkCost]:
+        costs: dict[int, ChunkCost] = {}
+        for stage, state in enumerate(states):
+            chunks = self.workload.chunks(stage)
+            for chunk in chunks.local:
+                own = [each for each in state.tensors if _chunk_of(each.name, chunks) == chunk]
+                cost = chunk_bytes(self.workload, chunks, chunk, micro, self.target, own)
+                costs[chunk] = cost if seconds is None else _timed(cost, seconds[chunk])
+        return [costs[chunk] for chunk in sorted(costs)]
+
+    def _lists(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+        section = self.workload.recipe.parallel.pipeline
+        if section.stages == 1:
+            return (unsplit(micro_batches),)
+        return schedule(section.schedule, section.stages, num_chunks(section) // section.stages, micro_batches)
+
+    def _rank_cost(self, states: RankStates) -> RankCost:
+        return RankCost(update=self._update(states).forward)
+
+    def _update(self, states: RankStates) -> PassSeconds:
+        """The seconds of clipping and of the optimizer's step."""
+        if self.times is None:
+            return PassSeconds()
+        shapes = states.trained
+        recipe, device = self.workload.recipe, self.target.device_type
+        work = [update_work(recipe.optimizer, shapes, device)]
+        if recipe.gradient_clipping is not None:
+            work.append(clip_work(sum(map(math.prod, shapes.values()))))
+        return PassSeconds.of(work, self.times.speeds)
+
+    def _seconds(
+        self,
+        seconds: Sequence[PassSeconds] | None,
+        walks: Sequence[StageWalk],
+        states: Sequence[RankStates],
+        micro_batches: int,
+    ) -> StepSeconds | None:
+        """The seconds of the step, with the operations of the stage that computes longest."""
+        if seconds is None:
+            return None
+        by_stage = []
+        for stage, state in enumerate(states):
+            kinds: dict[str, float] = defaultdict(float)
+            for chunk in self.workload.chunks(stage).local:
+                for kind, of_kind in seconds[chunk].by_kind.items():
+                    kinds[kind] += micro_batches * of_kind
+                kinds["accumulation"] += (micro_batches - 1) * seconds[chunk].accumulation
+            for kind, of_kind in self._update(state).by_kind.items():
+                kinds[kind] += of_kind
+            by_stage.append(dict(kinds))
+        busiest = max(by_stage, key=lambda kinds: sum(kinds.values()))
+        total = max(event.end_s for own in walks for event in own.events)
+        return StepSeconds(
+            compute=busiest,
+            communication={},
+            exposed=0.0,
+            bubble=max(0.0, total - sum(busiest.values())),
+            total=total,
+            extrapolated=any(each.extrapolated for each in seconds),
+        )
+
+    def _flops(self, micro: int) -> int:
+        """Operations of one micro-batch over the ranks that share its tokens."""
+        recipe, documents = self.workload.recipe, mean_batch(self.workload, micro, self.target).documents
+        context = recipe.parallel.context.size
+        lengths = [context * run.tokens for document in documents for run in document]
+        targets = sum(lengths) if self.workload.config.task == "causal-lm" else 0
+        return DecoderFlops(self.workload.config).training(lengths, targets, frozen=recipe.adapter is not None)
+
+    def _assumptions(self) -> list[str]:
+        said = []
+        if self.workload.lengths.documents is None:
+            length = self.workload.recipe.data.max_length
+            said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
+        return said
+
+
+def _chunk_of(name: str, chunks: Chunks) -> int:
+    """The chunk of a stage that a parameter is counted with; of one that its chunks share the first."""
+    chunk = chunks.of_parameter(name)
+    return chunk if chunk in chunks.local else chunks.local[0]
+
+
+def _timed(cost: ChunkCost, seconds: PassSeconds) -> ChunkCost:
+    """A chunk's cost with its seconds. Sums of gradients are taken as if every micro-batch had them."""
+    return replace(
+        cost,
+        forward=seconds.forward,
+        input=seconds.recompute + seconds.backward_input,
+        weight=seconds.backward_weight + seconds.accumulation,
+    )
+
+
+def _memory(states: RankStates, own: StageWalk) -> RankMemory:
+    """The memory of a stage's process at the peak of its step."""
+    walked = own.parts
+    parts = replace(
+        states.parts,
+        activations=walked.activations + walked.queue,
+        logits=walked.logits,
+        gathered=walked.gathered,
+        gradients=walked.gradients,
+        stash=walked.stash,
+    )
+    return RankMemory(
+        parts,
+        states.by_role,
+        communication=walked.messages,
+        host=HostBytes(loading=0, step=states.offloaded, saving=0),
+    )

@@ -1,0 +1,116 @@
+"""The plan of a step: its memory is that of the closed forms, its seconds those of its operations in their schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.tiny_world import CONFIG, World
+
+from danlu.models.hf_config import read_config_values
+from danlu.parallel.layout import layout_of
+from danlu.planning.cards import Card, find_card
+from danlu.planning.cluster import Cluster
+from danlu.planning.lengths import Lengths
+from danlu.planning.mean_documents import mean_documents
+from danlu.planning.rank_memory import rank_states, stage_step
+from danlu.planning.step import plan_step
+from danlu.planning.step_plan import StepPlan
+from danlu.planning.target import Target
+from danlu.planning.workload import Workload
+from danlu.recipe import load
+from danlu.run.read_workload import read_workload
+
+WIDE = {**CONFIG, "num_hidden_layers": 8, "vocab_size": 1000, "tie_word_embeddings": False}
+NODE = "8xH100-80G"
+
+
+def workload_of(world: World, folder: Path, **changes: Any) -> Workload:
+    common = {"model": {"config": WIDE}, "batch": {"sequences": 64, "micro": 2}, "precision": "bf16"}
+    recipe = load(world.recipe(folder / "run", **{**common, **changes})).recipe
+    return read_workload(recipe, read_config_values(WIDE), judges=False)
+
+
+def plan_of(workload: Workload, on: str = NODE) -> StepPlan:
+    target = Target(Cluster.of(on))
+    return plan_step(workload, layout_of(workload.recipe.parallel, target.cluster.ranks), target)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"memory": {"recompute": "full"}},
+        {"parallel": {"shard": "zero3", "tensor": 2}},
+        {"parallel": {"context": 2}, "ema": 0.9},
+        {"optimizer": "adamw8bit", "memory": {"offload": ["optimizer"]}},
+    ],
+)
+def test_memory_of_the_walk_is_that_of_the_closed_form(tiny_world: World, tmp_path: Path, changes: Any) -> None:
+    workload = workload_of(tiny_world, tmp_path, **changes)
+    plan = plan_of(workload)
+    states = rank_states(workload, plan.layout, device_type="cuda")
+    parts = stage_step(workload, 0, states.parts, "cuda", "flash", plan.micro).parts
+    memory = plan.worst.memory
+    assert memory.allocated == parts.total
+    assert memory.by_role == states.by_role and memory.host.step == states.offloaded
+    alone = workload_of(tiny_world, tmp_path, batch={"sequences": 16, "micro": 2})
+    assert plan_of(alone).micro_batches == 1
+    # The first micro-batch of a step makes its gradients while activations are freed.
+    assert plan_of(alone).worst.memory.allocated <= plan_of(workload_of(tiny_world, tmp_path)).worst.memory.allocated
+
+
+def test_seconds_are_those_of_operations_in_their_schedule(tiny_world: World, tmp_path: Path) -> None:
+    alone = plan_of(workload_of(tiny_world, tmp_path), "H100-80G")
+    assert alone.seconds is not None
+    assert alone.seconds.total == pytest.approx(sum(alone.seconds.compute.values()), rel=0.1)
+    pipeline = {"stages": 4, "schedule": "1f1b"}
+    staged = plan_of(workload_of(tiny_world, tmp_path, parallel={"pipeline": pipeline}), "4xH100-80G")
+    assert staged.seconds is not None and staged.seconds.bubble > 0
+    assert alone.seconds.total / 4 < staged.seconds.total < alone.seconds.total
+    assert len(staged.stages) == 4 and staged.flops == alone.flops
+
+
+def test_more_micro_batches_have_a_smaller_share_of_bubble(tiny_world: World, tmp_path: Path) -> None:
+    parallel = {"pipeline": {"stages": 4, "schedule": "1f1b"}}
+    shares = []
+    for sequences in (8, 64):
+        batch = {"sequences": sequences, "micro": 2}
+        plan = plan_of(workload_of(tiny_world, tmp_path, parallel=parallel, batch=batch), "4xH100-80G")
+        assert plan.seconds is not None
+        shares.append(plan.seconds.bubble / plan.seconds.total)
+    assert shares[1] < shares[0] / 3
+
+
+def test_a_cpu_that_was_not_measured_has_memory_and_no_seconds(tiny_world: World, tmp_path: Path) -> None:
+    card = Card("CPU", 2**34, None, {})
+    workload = workload_of(tiny_world, tmp_path)
+    target = Target(Cluster(card, 1, 1, ()))
+    plan = plan_step(workload, layout_of(workload.recipe.parallel, 1), target)
+    assert plan.seconds is None and plan.tokens_per_s is None and plan.worst.memory.allocated > 0
+    assert plan.assumptions == ("every packed sequence is one document of data.max_length (64) tokens",)
+    known = replace(workload, lengths=Lengths((64, 10), "file"))
+    assert plan_step(known, plan.layout, target).assumptions == ()
+
+
+def test_the_largest_micro_batch_fits(tiny_world: World, tmp_path: Path) -> None:
+    batch = {"sequences": 4096, "micro": "auto"}
+    workload = workload_of(tiny_world, tmp_path, batch=batch, model={"config": WIDE}, data={"max_length": 2048})
+    card = find_card("H100-80G")
+    assert isinstance(card, Card)
+    small = Target(Cluster.of_card(replace(card, memory_bytes=2**30)))
+    layout = layout_of(workload.recipe.parallel, 1)
+    plan = plan_step(workload, layout, small)
+    assert 1 < plan.micro < 4096 and plan.worst.memory.allocated <= 2**30
+    assert plan_step(workload, layout, Target(Cluster.of_card(card))).micro > plan.micro
+
+
+def test_mean_documents_have_the_mix_of_all() -> None:
+    lengths = Lengths(tuple([100] * 30 + [900] * 10), "token cache")
+    documents = mean_documents(lengths, 3, 1000)
+    assert sum(documents) == 3000 and documents.count(100) >= 7 and 2 <= documents.count(900) <= 3
+    assert mean_documents(lengths, 3, 50) == [50] * 3
+    assert mean_documents(Lengths(None, "full packs"), 2, 64) == [64, 64]
+    assert mean_documents(Lengths((7,), "file"), 1, 64) == [7] * 9 + [1]
