@@ -1828,7 +1828,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "drawn_anew",
     ),
     Mutation(
-        "stages/policy_objective.py",
+        "recipe/policy_scores.py",
         'is_exact = recipe.numerics == "exact" and recipe.rollout.staleness == 0',
         'is_exact = recipe.numerics == "exact"',
         "stages/test_reinforcement.py",

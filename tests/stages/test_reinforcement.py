@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from danlu.objectives.policy_losses import GammaWeight
+from danlu.recipe.policy_scores import has_old_logprobs
 from danlu.recipe.sections import BatchSize, Data, Grpo, Importance, Model, Recipe, Rollout, Source
-from danlu.stages.policy_objective import has_old_logprobs, policy_gradient
+from danlu.stages.policy_objective import policy_gradient
 
 OTHERS = {"sapo_temperatures": (0.5, 2.0), "vespo_shapes": (1.0, 4.0), "vespo_rates": (5.0, 6.0)}
 

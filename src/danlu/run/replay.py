@@ -23,6 +23,7 @@ from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, ROLL
 from danlu.core.small_files import parse_json
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Loaded, Recipe, load
+from danlu.recipe.policy_scores import objective_section
 from danlu.recipe.sections import Parallel
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
@@ -30,7 +31,6 @@ from danlu.rl.recorded_engine import RecordedEngine, RunLengths
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS
 from danlu.run.train import Log, train
 from danlu.stages.environments import episode_engine
-from danlu.stages.policy_objective import objective_section
 from danlu.stages.prompt_reader import RolloutBuilder
 from danlu.stages.protocols import PlacedStage, Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of

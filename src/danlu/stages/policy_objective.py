@@ -10,8 +10,9 @@ from danlu.objectives.policy_losses import AdaptiveKl, GammaWeight, ImportanceBo
 from danlu.objectives.preference import Preference, StepPreference
 from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe
+from danlu.recipe.policy_scores import has_one_update, objective_section, trains_on_pairs
 from danlu.recipe.roles import REFERENCE
-from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, terms_of
+from danlu.recipe.sections import Ppo
 from danlu.recipe.teachers import teacher_shares
 from danlu.recipe.value import VALUE, value_share
 from danlu.rl.answer_pairs import PairEstimator
@@ -20,38 +21,6 @@ from danlu.stages.distillation import teacher_divergence, teacher_models
 from danlu.stages.preference import preference, reference_models
 from danlu.stages.protocols import Better, RoleSpec
 from danlu.stages.value_model import first_value_head
-
-
-def objective_section(recipe: Recipe) -> PolicyGradientSection:
-    """The policy gradient of a recipe of stage rl; where it trains on pairs, GRPO's, for the settings of a rollout."""
-    return recipe.policy_gradient or Grpo()
-
-
-def trains_on_pairs(recipe: Recipe) -> bool:
-    """Whether a recipe of stage rl compares the best and the worst answer to each prompt (online DPO)."""
-    return bool(terms_of(recipe.objective))
-
-
-def has_one_update(recipe: Recipe) -> bool:
-    """Whether the policy that the ratio is to is the present one in each step: each rollout is trained on in one."""
-    return recipe.batch.updates * recipe.batch.passes == 1 and not ratio_is_to_sampled(recipe)
-
-
-def ratio_is_to_sampled(recipe: Recipe) -> bool:
-    """Whether the ratio is to the sampling distribution, as the engine has it: true for asynchronous rollouts without
-    `importance`.
-
-    With `importance` it is to the trainer's policy when the rollout is taken up, and the correction bridges the rest
-    (decoupled PPO: arXiv:2110.00641; as in AReaL, arXiv:2505.24298).
-    """
-    return recipe.rollout.staleness > 0 and objective_section(recipe).importance is None
-
-
-def has_old_logprobs(recipe: Recipe) -> bool:
-    """Whether the engine's log-probabilities are those that the ratio is to, so that the trainer need not make its own:
-    by being these to the bit, or by choice."""
-    is_exact = recipe.numerics == "exact" and recipe.rollout.staleness == 0
-    return is_exact or ratio_is_to_sampled(recipe)
 
 
 def policy_objective(recipe: Recipe) -> PolicyGradient | PpoObjective | Preference | StepPreference:

@@ -20,21 +20,14 @@ from danlu.models.config import ModelConfig
 from danlu.models.loading import meta_decoder
 from danlu.numerics.dtypes import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Ppo
-from danlu.recipe.teachers import teachers_of
+from danlu.recipe.policy_scores import objective_section, scores_of
 from danlu.rl.asynchronous import AsynchronousEngine, AsynchronousRollouts
 from danlu.rl.experience import Experience
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stages.environments import episodes_of
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.policy_objective import (
-    estimator_of,
-    has_old_logprobs,
-    has_one_update,
-    objective_section,
-    trains_on_pairs,
-)
+from danlu.stages.policy_objective import estimator_of
 from danlu.stages.protocols import HeldOut, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.rewards import recipe_rewards
@@ -141,14 +134,8 @@ def _settings(recipe: Recipe, chat: ChatTokenizer, config: ModelConfig, virtual_
 
 def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
     """The pass without gradients over a rollout, where something is to be asked."""
-    if trains_on_pairs(recipe):
-        return None
-    section = objective_section(recipe)
-    reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
-    values = isinstance(section, Ppo)
-    teachers = tuple(teachers_of(recipe)) if recipe.teachers_advise else ()
-    old = not has_old_logprobs(recipe) and (not has_one_update(recipe) or reference or values or bool(teachers))
-    if not (old or reference or values or teachers):
+    asked = scores_of(recipe)
+    if not asked:
         return None
     assert isinstance(learner, DecoderLearner), "a decoder learns from answers"
-    return TreeScorer(learner, old, reference, values, recipe.rollout.temperature, teachers)
+    return TreeScorer(learner, asked.old, asked.reference, asked.values, recipe.rollout.temperature, asked.teachers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from danlu.recipe import Recipe
-from danlu.stages.policy_objective import objective_section
+from danlu.recipe.policy_scores import objective_section
 
 REMARKED_STEPS = 5
 """Logged steps in a row of which something is true before it is said; all of them in a run that logs fewer."""

@@ -12,10 +12,11 @@ from danlu.inference.request import Completion
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts
 from danlu.recipe import Recipe
+from danlu.recipe.policy_scores import trains_on_pairs
 from danlu.rl.answer_pairs import with_pair
 from danlu.rl.estimators import RETURN, VALUE_OLD
 from danlu.rl.experience_trees import ADVANTAGE, OLD, SUPPORT, answer_tree, with_columns
-from danlu.stages.policy_objective import estimator_of, trains_on_pairs
+from danlu.stages.policy_objective import estimator_of
 from danlu.stages.rollout import leaves_tokens_out
 
 SHORTEST = 3  # tokens of a prompt
