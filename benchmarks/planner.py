@@ -1,11 +1,15 @@
 """Published measurements of memory and speed: which rows count, why others do not, and the errors of rules of thumb.
 
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --list
+    python benchmarks/planner.py [--rows CSV] [--configs DIR] --speed
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --check
 
 `--list` prints by source the rows that count and the reasons of the others, and how far the rules of thumb that people
 use are off: 16 bytes a parameter and 34sbh for memory, and a constant MFU, which is that of other cards, or other
-sources, than the row's own. `--check` counts the parameters of every model and compares them with the published ones.
+sources, than the row's own. `--speed` prints the errors of danlu's expected speeds; no
+row is judged by constants that were fitted on it: rows of one engine by those of its other cards, or of its other
+sizes, and rows of other engines by the first one's constants and one factor of their other rows. It takes a minute.
+`--check` counts the parameters of every model and compares them with the published ones.
 
 The table is measurements/published_measurements.csv of the data folder: DANLU_SHARED_DATA names it, or it is
 ../shared/data.
@@ -26,6 +30,7 @@ from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
 from planner.engines import read_engines
 from planner.published_cards import card
 from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
+from planner.speed import REFERENCE, Constants, Prepared, fit, leaving_out, with_factors
 
 DATA = Path(os.environ.get("DANLU_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
@@ -36,6 +41,7 @@ def main() -> int:
     parser.add_argument("--configs", type=Path, default=DATA / "configs", help="folders with a config.json each")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="rows by source, and the errors of rules of thumb")
+    what.add_argument("--speed", action="store_true", help="the errors of danlu's expected speeds")
     what.add_argument("--check", action="store_true", help="parameters of every model beside the published ones")
     options = parser.parse_args()
     for path in (options.rows, options.configs):
@@ -48,8 +54,11 @@ def main() -> int:
         rows = read_rows(options.rows, architectures, read_engines())
     except ValueError as error:
         parser.error(str(error))
-    list_rows(rows)
     runs = [row.run for row in rows if row.run is not None]
+    if options.speed:
+        print_speed(runs)
+        return 0
+    list_rows(rows)
     print("\n## 16 bytes a parameter and 34sbh")
     print_errors(runs, rule_of_thumb)
     print("\n## One MFU for all")
@@ -101,6 +110,30 @@ def print_constant_mfu(runs: list[PublishedRun]) -> None:
         print(f"\n### Speed: the median of the {name}\n")
         predicted = constant_mfu(timed, held_out, within)
         _table((run, tokens, run.speed.tokens_per_s) for run, tokens in zip(timed, predicted, strict=True) if run.speed)
+
+
+def print_speed(runs: list[PublishedRun]) -> None:
+    """Prints the errors of danlu's speeds, of each row by constants that other rows gave."""
+    prepared = [Prepared(run) for run in runs if run.speed is not None and run.speed_left_out is None]
+    reference = [each for each in prepared if each.run.engine == REFERENCE]
+    others = [each for each in prepared if each.run.engine != REFERENCE]
+
+    def table(title: str, of: list[Prepared], predicted: list[float | None]) -> None:
+        print(f"\n### {title}\n")
+        _table((each.run, tokens, each.measured) for each, tokens in zip(of, predicted, strict=True))
+
+    if reference:
+        table("Constants of the engine's other cards", reference, leaving_out(reference, lambda run: run.card))
+        sizes = leaving_out(reference, lambda run: run.architecture.name)
+        table("Constants of the engine's other sizes", reference, sizes)
+    constants = fit(reference) if reference else Constants()
+    print(f"\nConstants of {len(reference)} rows of {REFERENCE}:")
+    print(", ".join(f"{name} {value:.3g}" for name, value in vars(constants).items()))
+    table(f"Constants of {REFERENCE}, no factor", others, [each.tokens_per_s(constants) for each in others])
+    by_engine = with_factors(others, constants, lambda run: run.engine)
+    table(f"Constants of {REFERENCE}, one factor of the engine's other rows", others, by_engine)
+    by_card = with_factors(others, constants, lambda run: (run.engine, run.card))
+    table(f"Constants of {REFERENCE}, one factor of the other rows of engine and card", others, by_card)
 
 
 def _table(results: Iterable[tuple[PublishedRun, float | None, float]]) -> None:

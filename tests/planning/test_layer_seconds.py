@@ -12,7 +12,7 @@ from builders.small_layers import FEEDS, MIXERS
 
 from danlu.models.config import ModelConfig
 from danlu.planning.batch_shape import BatchShape, DocumentRun, RankShare
-from danlu.planning.cards import Card
+from danlu.planning.cards import Card, find_card
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.layer_graph import LayerGraph, LayerTraining, LowRankAdapter
 from danlu.planning.layer_seconds import layer_seconds
@@ -25,7 +25,7 @@ from danlu.planning.step_work import clip_work, embedding_work, loss_work, norm_
 from danlu.recipe import sections
 
 WIDTH, LENGTHS = 128, (64, 128, 192)
-CARD = Card("card", 1 << 30, 1e11, {"fp32": 1e12, "bf16": 4e12})
+CARD = Card("card", 1 << 30, 1e11, {"fp32": 1.25e12, "bf16": 5e12})  # of which products reach 1 and 4 TFLOP/s
 SPEEDS = CardSpeeds(CARD, Efficiency(product=0.5, attention=0.25, memory=0.5, call_s=1e-6, passes=MappingProxyType({})))
 
 
@@ -193,6 +193,11 @@ def test_a_roofline_takes_the_longer_of_arithmetic_and_traffic() -> None:
     causal = 4 * 8 * 64 * 4096 * 4097 / 2
     assert SPEEDS.attention(4096, 8, 64, "bf16") == pytest.approx(causal / 1e12)
     assert SPEEDS.attention(4096, 8, 64, "bf16", backward=True) == pytest.approx(2.5 * causal / 1e12)
+    a100 = find_card("A100-80G")
+    assert isinstance(a100, Card)
+    assert CardSpeeds(a100, SPEEDS.efficiency).product(8192, 8192, 8192, "bf16") == pytest.approx(
+        2 * 8192**3 / (0.5 * 271.2e12)
+    )
     narrow = CardSpeeds(CARD, replace(SPEEDS.efficiency, narrow=500.0))
     assert narrow.product(1000, 1000, 500, "fp32") == pytest.approx(2 * SPEEDS.product(1000, 1000, 500, "fp32"))
 

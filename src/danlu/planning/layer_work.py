@@ -30,18 +30,22 @@ _CHOICE_PASSES = {"cpu": 60, "flash": 6, "document": 6}
 """Passes over scores in which the best of them are found: torch's topk takes 10 ns a score on the same CPU."""
 
 
-def layer_work(graph: LayerGraph, precision: str | None = None, expert_ranks: int = 1) -> tuple[OperationWork, ...]:
+def layer_work(
+    graph: LayerGraph, precision: str | None = None, *, expert_ranks: int = 1, narrow_weights: bool = False
+) -> tuple[OperationWork, ...]:
     """The work of each operation of a layer, in the order of its forward pass.
 
     precision: of products with activations; by default fp32, or bf16 of half-precision activations. expert_ranks: the
-    ranks that share the experts, each with all tokens of its own.
+    ranks that share the experts, each with all tokens of its own. narrow_weights: whether trained weights come in the
+    type of activations, as FSDP gathers them, and leave their gradients in it.
     """
-    return tuple(_LayerWork(graph, precision, expert_ranks).all())
+    return tuple(_LayerWork(graph, precision, expert_ranks, narrow_weights).all())
 
 
 class _LayerWork:
-    def __init__(self, graph: LayerGraph, precision: str | None, expert_ranks: int) -> None:
+    def __init__(self, graph: LayerGraph, precision: str | None, expert_ranks: int, narrow_weights: bool) -> None:
         self.graph, self.expert_ranks = graph, expert_ranks
+        self.casts_weights = graph.batch.is_half and graph.training.weights and not narrow_weights
         self.streamed = "bf16" if graph.batch.is_half else "fp32"
         self.precision = precision or self.streamed
         self.element = graph.batch.element_bytes
@@ -158,7 +162,7 @@ class _LayerWork:
         training, elements = self.graph.training, self.elements(operation)
         if training.quantized and not operation.in_float32:
             yield Dequantized(elements)
-        elif training.weights and self.graph.batch.is_half and not operation.in_float32:
+        elif self.casts_weights and not operation.in_float32:
             yield Moved(elements * (_FLOAT32 + self.element))
 
     def product(self, operation: Operation) -> Iterator[Primitive]:
@@ -253,7 +257,7 @@ class _LayerWork:
                 yield Grouped(count, outputs, inputs, rows, self.precision)
             else:
                 yield Product(outputs, inputs, rows, self.product_precision(operation))
-            if self.graph.batch.is_half and not operation.in_float32:
+            if self.casts_weights and not operation.in_float32:
                 yield Moved(count * outputs * inputs * (_FLOAT32 + self.element))
             if len(operation.weights) > 1:
                 yield Moved(count * rows * outputs * self.element)

@@ -22,6 +22,19 @@ _NF4_BYTES = 2.5
 """Bytes of an element that is read in four bits and written in half precision."""
 _BACKWARD_PRODUCTS = 5 / 2
 """Products of the backward pass of a flash kernel over those of its forward pass (arXiv:2205.14135, algorithm 4)."""
+_REACHED = {
+    "A100": {"bf16": 271.2 / 312},
+    "A800": {"bf16": 271.2 / 312},
+    "H100": {"bf16": 794.5 / 989, "fp8": 1402.6 / 1979},
+    "H800": {"bf16": 794.5 / 989, "fp8": 1402.6 / 1979},
+    "H200": {"bf16": 794.5 / 989, "fp8": 1402.6 / 1979},
+    "MI300X": {"bf16": 668.4 / 1300},
+    "MI250X": {"bf16": 147 / 191.5},
+}
+"""The share of its peak that the fastest measured product of a card reaches, by the first part of the card's name and
+the operands' type: stas00/ml-engineering compute/accelerator/README.md@b9e29720 (maximum achievable matmul FLOPS). An
+H800 and an H200 multiply as an H100 does, an A800 as an A100; fp16 is as fast as bf16."""
+_REACHED_BY_OTHERS = 0.8
 
 
 class Speeds(Protocol):
@@ -109,17 +122,23 @@ tensor once: by operation and whether it is of half precision. Counted from `mod
 class Efficiency:
     """The shares of a card's peaks that kernels reach, and the fixed costs."""
 
-    product: float = 0.75
-    """The share of the peak of products that large ones reach."""
+    product: float = 0.95
+    """The speed of large products over that of the card's fastest one (`reached_peak`)."""
     narrow: float = 0.0
-    """The length of a product's shortest side at which it takes twice as long for each unit of work."""
-    attention: float = 0.45
-    """The share of the peak of products that attention reaches."""
+    """The length of a product's shortest side at which it takes twice as long as a large one for its work."""
+    attention: float = 0.4
+    """The same of attention."""
     memory: float = 0.8
     """The share of the bandwidth that passes over memory reach."""
     call_s: float = 5e-6
     """Seconds from one kernel to the next, which no kernel is shorter than."""
     passes: Mapping[tuple[Streamed, bool], float] = field(default_factory=lambda: EAGER_PASSES, compare=False)
+
+
+def reached_peak(card: Card, precision: str) -> float:
+    """FLOP/s of the fastest product on a card. Raises RecipeError where the card's peak is not known."""
+    reached = _REACHED.get(card.name.partition("-")[0], {})
+    return card.peak(precision) * reached.get("bf16" if precision == "fp16" else precision, _REACHED_BY_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -143,7 +162,7 @@ class CardSpeeds:
         """Causal attention in one document."""
         products = 4 * heads * width * length * (length + 1) / 2 * (_BACKWARD_PRODUCTS if backward else 1)
         moved = (8 if backward else 4) * heads * width * length * _BYTES[precision]
-        arithmetic = products / (self.card.peak(precision) * self.efficiency.attention)
+        arithmetic = products / (reached_peak(self.card, precision) * self.efficiency.attention)
         return Seconds(max(arithmetic, moved / self._bandwidth, self.efficiency.call_s))
 
     def moved(self, count: float, kind: Streamed = "copy", precision: str = "fp32") -> Seconds:
@@ -166,7 +185,7 @@ class CardSpeeds:
     def _products(self, count: float, m: float, n: float, k: float, precision: str) -> Seconds:
         shortest = max(1.0, min(m, n, k))
         slower = 1 + self.efficiency.narrow / shortest
-        arithmetic = 2 * count * m * n * k * slower / (self.card.peak(precision) * self.efficiency.product)
+        arithmetic = 2 * count * m * n * k * slower / (reached_peak(self.card, precision) * self.efficiency.product)
         moved = count * (m * k + n * k + m * n) * _BYTES[precision]
         return Seconds(max(arithmetic, moved / self._bandwidth, self.efficiency.call_s))
 
