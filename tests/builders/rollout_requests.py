@@ -10,7 +10,6 @@ import torch
 
 from builders.reference_attention import ReferenceAttention
 from danlu.inference.engine import EngineOptions
-from danlu.inference.penalties import SeenTokens
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.sampling import DrawRow, draw
 from danlu.models.decoder import Decoder, Layer
@@ -58,18 +57,31 @@ def continuous(completion: Completion) -> list[float]:
 
 
 def slowly(
-    model: Decoder, request: Request, sample: int = 0, virtual_token_ids: Sequence[int] = ()
+    model: Decoder,
+    request: Request,
+    sample: int = 0,
+    virtual_token_ids: Sequence[int] = (),
+    guess: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities without a cache: the whole text goes through the model for every token."""
-    tokens, logprobs, seen = [*virtual_token_ids, *request.prompt], [], SeenTokens(request.prompt)
-    start = len(tokens)
-    for _ in range(request.max_new_tokens):
-        ids = torch.tensor(tokens)
+    """Tokens and log-probabilities without a cache: the whole text goes through the model for every token.
+
+    A guess of the answer saves passes and changes no token: a pass over the text with the guess behind it gives the
+    logits of all its places, and what is drawn holds up to the first token that is not the guessed one.
+    """
+    begin, answer, logprobs = [*virtual_token_ids, *request.prompt], [], []
+    while len(answer) < request.max_new_tokens:
+        guessed = guess[len(answer) : request.max_new_tokens - 1]
+        tokens, first = [*begin, *answer, *guessed], len(begin) + len(answer)
+        rows = [
+            DrawRow(request.sampling, request.random_number, sample, place, tokens[len(virtual_token_ids) : place])
+            for place in range(first, len(tokens) + 1)
+        ]
         with torch.no_grad():
-            hidden = model(ids, torch.arange(len(ids)), ReferenceAttention((0, len(ids))))
-            row = DrawRow(request.sampling, request.random_number, sample, len(ids), seen.ids)
-            drawn = draw(model.logits(hidden[-1:]), [row])
-        tokens += drawn.tokens
-        logprobs += drawn.logprobs
-        seen.add(drawn.tokens[0])
-    return tokens[start:], logprobs
+            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), ReferenceAttention((0, len(tokens))))
+            drawn = draw(model.logits(hidden[first - 1 :]), rows)
+        certain = 1
+        while certain < len(rows) and drawn.tokens[certain - 1] == guessed[certain - 1]:
+            certain += 1
+        answer += drawn.tokens[:certain]
+        logprobs += drawn.logprobs[:certain]
+    return answer, logprobs

@@ -97,12 +97,18 @@ def cut_both_ways(name: str, text: str) -> tuple[list[str], list[str]]:
     return written, [piece for piece, _ in KNOWN[name].pre_tokenize_str(text)]
 
 
+@functools.cache
+def known_characters() -> str:
+    """All that Unicode has assigned and the two engines agree on."""
+    assigned = (one for one in map(chr, range(0x110000)) if unicodedata.category(one) not in ("Cn", "Cs"))
+    return "".join(one for one in assigned if one not in byte_level_bpe._DISPUTED)
+
+
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 19])
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "cased", "gaps"])
 def test_every_character_is_cut_as_by_the_library(name: str, every: int) -> None:
     """All of Unicode, or of it each character of so many, among letters, digits, spaces, marks and apostrophes."""
-    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
-    known = [one for one in known if one not in byte_level_bpe._DISPUTED][::every]
+    known = known_characters()[::every]
     for start in range(0, len(known), 5000):
         ours, theirs = cut_both_ways(name, "".join(f"{one}a '{one}{one} 1" for one in known[start : start + 5000]))
         assert ours == theirs
@@ -112,8 +118,7 @@ def test_every_character_is_cut_as_by_the_library(name: str, every: int) -> None
 def test_every_class_that_is_let_through_has_the_same_characters(what: str) -> None:
     import regex
 
-    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
-    text = "".join(one for one in known if one not in byte_level_bpe._DISPUTED)
+    text = known_characters()
     left = "".join(text[start:stop] for _, (start, stop) in split(what, "removed").pre_tokenize_str(text))
     assert left == regex.sub(what, "", text)
     assert 0 < len(left) < len(text)

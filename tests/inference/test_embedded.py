@@ -23,18 +23,29 @@ from danlu.recipe.sections import Lora
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
     model = small_decoder(kind)
-    asked = requests(options, samples=2)
-    completions = iter(EmbeddedEngine(model).generate(asked))
-    for request in asked:
-        for sample in range(2):
-            completion = next(completions)
-            tokens, logprobs = slowly(model, request, sample)
-            assert (completion.number, completion.sample) == (request.number, sample)
-            assert completion.tokens == tokens
-            assert completion.finish == "length" and completion.text == "" and completion.versions == [0] * 24
-            torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
+    asked = requests(options, 16, samples=2)
+    completions = EmbeddedEngine(model).generate(asked)
+    places = [(request, sample) for request in asked for sample in range(2)]
+    for (request, sample), completion in zip(places, completions, strict=True):
+        tokens, logprobs = slowly(model, request, sample, guess=completion.tokens)
+        assert (completion.number, completion.sample) == (request.number, sample)
+        assert completion.tokens == tokens
+        assert completion.finish == "length" and completion.text == "" and completion.versions == [0] * 16
+        torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
     # Negative control: other weights give other text.
-    assert EmbeddedEngine(small_decoder(kind, seed=1)).generate(asked)[0].tokens != slowly(model, asked[0])[0]
+    assert EmbeddedEngine(small_decoder(kind, seed=1)).generate(asked[:1])[0].tokens != completions[0].tokens
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_control_a_guess_changes_no_token_of_the_loop(small_decoder, options):
+    model, (request,) = small_decoder("window"), requests(options, 8, [(3, 9, 4)])
+    tokens, logprobs = slowly(model, request)
+    for wrong in (0, 3, 6, 7):
+        guess = [*tokens[:wrong], (tokens[wrong] + 1) % 61, *tokens[wrong + 1 :]]
+        assert slowly(model, request, guess=guess)[0] == tokens
+    for guess in (tokens, tokens[:5], [*tokens, 1, 2]):
+        guessed = slowly(model, request, guess=guess)
+        assert guessed[0] == tokens and guessed[1] == pytest.approx(logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sinks", "latent", "factorized", "key-reuse"])
@@ -46,7 +57,7 @@ def test_adapters_on_every_kind_of_attention(small_decoder, kind):
     adapters.add("made", Lora(rank=2))
     perturb(adapters, "made")
     (completion,) = EmbeddedEngine(model).generate([request])
-    tokens, logprobs = slowly(model, request)
+    tokens, logprobs = slowly(model, request, guess=completion.tokens)
     assert completion.tokens == tokens
     torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
     assert bare[0] != tokens or max(abs(x - y) for x, y in zip(bare[1], logprobs, strict=True)) > 1e-2  # the control
@@ -214,7 +225,7 @@ def test_as_many_samples_as_a_prompt_has_tokens_or_more(small_decoder, prompt, o
     model = small_decoder()
     asked = requests(options, 6, [prompt], samples=3)
     for sample, completion in enumerate(EmbeddedEngine(model).generate(asked)):
-        assert completion.tokens == slowly(model, asked[0], sample)[0]
+        assert completion.tokens == slowly(model, asked[0], sample, guess=completion.tokens)[0]
 
 
 def test_what_is_aborted_before_its_first_step_comes_back_empty(small_decoder):

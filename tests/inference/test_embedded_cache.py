@@ -24,7 +24,7 @@ SHARED = [[*LONG[:24], 1, 2], [*LONG[:24], 3], LONG[:20], [7, 8], LONG]
 
 @pytest.mark.parametrize("kind", ["window", "latent", "key-reuse"])
 def test_answers_do_not_hang_on_pool_blocks_budget_or_neighbours(small_decoder, kind):
-    model, asked = small_decoder(kind), requests(SAMPLED, 20, SHARED, samples=2)
+    model, asked = small_decoder(kind), requests(SAMPLED, 12, SHARED, samples=2)
     expected = EmbeddedEngine(model).generate(asked)
     for options in (
         EngineOptions(block=1, batch_tokens=5),
@@ -33,7 +33,9 @@ def test_answers_do_not_hang_on_pool_blocks_budget_or_neighbours(small_decoder, 
         cache_of(model, 9, block=8, batch_tokens=32),
         cache_of(model, 9, block=8, batch_tokens=32, preempt="swap"),
     ):
-        check_same(EmbeddedEngine(model, options).generate(asked), expected)
+        engine = EmbeddedEngine(model, options)
+        check_same(engine.generate(asked), expected)
+        assert (engine.statistics.preemptions > 0) == (engine.statistics.blocks == 9)
     alone = [completion for request in asked for completion in EmbeddedEngine(model).generate([request])]
     check_same(alone, expected)
 

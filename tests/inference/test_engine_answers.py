@@ -5,40 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from builders.generation import generate
-from builders.reference_attention import ReferenceAttention
+from builders.rollout_requests import GREEDY, requests, slowly
 
 from danlu.core.errors import DataError
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.inference.penalties import SeenTokens
 from danlu.inference.request import NewToken, Request, SamplingOptions
-from danlu.inference.sampling import DrawRow, draw
 from danlu.models.attend import PackedAttention
 from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from danlu.models.saving import save
 
-GREEDY = SamplingOptions(temperature=0)
 SCALINGS = [LinearScaling(4.0), DynamicScaling(4.0), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 16)]
 PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]
-
-
-def slowly(model, prompt, options, count, number=0, virtual_token_ids=()):
-    """Tokens without a cache, one sequence at a time."""
-    tokens, seen = [*virtual_token_ids, *prompt], SeenTokens(prompt)
-    start = len(tokens)
-    for _ in range(count):
-        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), ReferenceAttention((0, len(tokens))))
-        (token,) = draw(model.logits(hidden[-1:]), [DrawRow(options, number, 0, len(tokens), seen.ids)]).tokens
-        tokens.append(token)
-        seen.add(token)
-    return tokens[start:]
 
 
 @pytest.mark.parametrize("kind", ["window", "softcap"])
 def test_control_an_attend_without_window_or_softcap_is_noticed(small_decoder, kind, monkeypatch):
     model = small_decoder(kind)
-    expected = [slowly(model, prompt, GREEDY, 24) for prompt in PROMPTS]
-    assert [one.tokens for one in generate(model, PROMPTS, GREEDY, 24)] == expected
+    answers = [one.tokens for one in generate(model, PROMPTS, GREEDY, 24)]
+    expected = [slowly(model, request, guess=guess)[0] for request, guess in zip(requests(), answers, strict=True)]
+    assert answers == expected
     for layer in model.layers.values():
         monkeypatch.setattr(layer.attention, "window", None)
         monkeypatch.setattr(layer.attention, "softcap", None)
@@ -49,8 +35,8 @@ def test_control_an_attend_without_window_or_softcap_is_noticed(small_decoder, k
 def test_tokens_before_every_prompt_are_read_and_are_no_words_of_it(small_decoder, options):
     model = small_decoder()
     got = generate(model, PROMPTS, options, 12, virtual_token_ids=(5, 6))
-    for number, (prompt, completion) in enumerate(zip(PROMPTS, got, strict=True)):
-        assert completion.tokens == slowly(model, prompt, options, 12, number, virtual_token_ids=(5, 6))
+    for request, completion in zip(requests(options, 12), got, strict=True):
+        assert completion.tokens == slowly(model, request, 0, (5, 6), guess=completion.tokens)[0]
     assert [one.tokens for one in got] != [one.tokens for one in generate(model, PROMPTS, options, 12)]
 
 

@@ -63,9 +63,10 @@ def unwrap(model: Decoder) -> None:
 @pytest.mark.parametrize("base", sorted(BASES))
 def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
     made = BASES[base]()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, plans in ((torch.float32, list(PLANS)), (torch.bfloat16, ["mixed", "every-3"])):
         before = step(made, dtype)
-        for name, plan in PLANS.items():
+        for name in plans:
+            plan = PLANS[name]
             wrap(made.model, plan)
             after = step(made, dtype)
             assert same(after, before), f"{name}, {dtype}"
@@ -73,11 +74,12 @@ def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
             gain = after.kept_bytes < before.kept_bytes
             assert gain or (name == "elementwise" and after.kept_bytes == before.kept_bytes), f"{name}, {dtype}"
             unwrap(made.model)
-        # Negative controls: what is compared depends on the tokens, and on the step that dropout goes by.
-        assert not same(step(made, dtype, seed=2), before)
-        dropout = "dropout" in base or base in ("qlora", "qdora")
-        assert same(step(made, dtype, number=2), before) != dropout
-        assert same(step(made, dtype), before) and step(made, dtype).kept_bytes == before.kept_bytes
+        again = step(made, dtype)
+        assert same(again, before) and again.kept_bytes == before.kept_bytes
+    # Negative controls: what is compared depends on the tokens, and on the step that dropout goes by.
+    assert not same(step(made, dtype, seed=2), before)
+    dropout = "dropout" in base or base in ("qlora", "qdora")
+    assert same(step(made, dtype, number=2), before) != dropout
 
 
 def numbers(made: RecomputeCase, kind: Kind) -> int:

@@ -9,6 +9,7 @@ which the two regular expression engines might differ, for text that a normalise
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import unicodedata
@@ -169,13 +170,16 @@ def _splitter(pattern: str) -> Splitter:
 
 def _for_ascii(pattern: str) -> str:
     """The pattern for `re`, which knows no classes of Unicode but is twice as fast, and for ASCII texts alone."""
+    return _CLASS.sub(lambda character_class: _ascii_members(character_class[0]), pattern)
+
+
+@functools.cache
+def _ascii_members(character_class: str) -> str:
+    """The ASCII characters of a class, as a class of `re`."""
     import regex
 
-    def members(character_class: re.Match[str]) -> str:
-        characters = [character for character in map(chr, range(128)) if regex.fullmatch(character_class[0], character)]
-        return f"[{''.join(map(re.escape, characters))}]" if characters else "(?!)"
-
-    return _CLASS.sub(members, pattern)
+    characters = [character for character in map(chr, range(128)) if regex.fullmatch(character_class, character)]
+    return f"[{''.join(map(re.escape, characters))}]" if characters else "(?!)"
 
 
 # The character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up blank ones.
