@@ -7,6 +7,7 @@ listed with what the field says instead; a legitimate use is listed with its rea
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,13 +88,18 @@ def words(identifier: str) -> set[str]:
     return set(spaced.lower().split("_"))
 
 
+@functools.cache
+def better_name(identifier: str) -> str | None:
+    """What to say instead of a coined identifier."""
+    of_parts = (PARTS[word] for word in sorted(words(identifier) & PARTS.keys()))
+    return WHOLE_NAMES.get(identifier.strip("_").lower()) or next(of_parts, None)
+
+
 def coined(source: str, file: str = "") -> list[str]:
     """A line for each coined identifier of a file."""
     lines = {}
     for name, line in identifiers(ast.parse(source)):
-        instead = WHOLE_NAMES.get(name.strip("_").lower()) or next(
-            (PARTS[word] for word in sorted(words(name) & PARTS.keys())), None
-        )
+        instead = better_name(name)
         if instead is not None and (file, name) not in ALLOWED:
             lines.setdefault(name, f"{file}:{line}: {name}: say what it is ({instead})")
     return list(lines.values())

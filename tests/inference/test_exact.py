@@ -116,6 +116,10 @@ def gap(completions: Sequence[Completion], trainer: Sequence[Sequence[float]]) -
     return found
 
 
+PACKED_AS = {"T1": (as_documents, as_trees), "T0.7": (as_trees,), "top-p": (as_documents,)}
+"""How the answers of each way of sampling are laid out for training, which knows no sampling but its temperature."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kind",
@@ -131,9 +135,11 @@ def test_the_gap_is_nothing(small_decoder: Any, kind: str, dtype: torch.dtype) -
     for name, asked in by_name.items():
         numbers, sampling = {request.number for request in asked}, SAMPLING[name]
         completions = [completion for completion in every if completion.number in numbers]
-        for pack in (as_documents(asked, completions), as_trees(asked, completions)):
+        for form in PACKED_AS[name]:
+            pack = form(asked, completions)
             assert gap(completions, trained(model, pack, completions, sampling.temperature, dtype)).largest == 0
         if sampling.truncates:
+            pack = as_trees(asked, completions)
             values = trained(model, pack, completions, sampling.temperature, dtype, supported=True)
             drawn = [dataclasses.replace(completion, logprobs=completion.drawn) for completion in completions]
             assert gap(drawn, values).largest == 0

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from builders.covering import covering
 from builders.reference_attention import ReferenceAttention
 
 from danlu.core.layer_types import Keys, LayerCache
@@ -20,7 +21,10 @@ BLOCK, BLOCKS = 4, 96
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, params=[paged.GATHERED_BYTES, 0], ids=["gathered", "by_block"])
+GATHERED = [paged.GATHERED_BYTES, 0]
+
+
+@pytest.fixture(autouse=True, params=GATHERED, ids=["gathered", "by_block"])
 def gathered_bytes(request, monkeypatch):
     monkeypatch.setattr(paged, "GATHERED_BYTES", request.param)
 
@@ -105,8 +109,11 @@ def assert_same(got, want):
     torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split", [[27], [1] * 27, [7, 1, 1, 13, 5], [1, 26], [20, 3, 3, 1]])
+@pytest.mark.parametrize(
+    ("gathered_bytes", "kind", "split"),
+    covering(GATHERED, KINDS, [[27], [1] * 27, [7, 1, 1, 13, 5], [1, 26], [20, 3, 3, 1]]),
+    indirect=["gathered_bytes"],
+)
 def test_one_sequence_in_chunks_equals_one_pass(small_decoder, kind, split):
     model, (tokens,) = small_decoder(kind), texts(27)
     sequences, got, start = Sequences(caches(model)), [], 0
@@ -157,8 +164,9 @@ def test_one_wrong_block_of_a_table_is_seen(small_decoder):
         assert_same(got[1], full_logits(model, tokens[1])[: len(got[1])])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prompt", [3, 8, 14, 21])
+@pytest.mark.parametrize(
+    ("gathered_bytes", "kind", "prompt"), covering(GATHERED, KINDS, [3, 8, 14, 21]), indirect=["gathered_bytes"]
+)
 def test_sequences_that_share_blocks(small_decoder, kind, prompt):
     model, (text,) = small_decoder(kind), texts(prompt)
     answers = texts(*[9] * 6)

@@ -172,7 +172,7 @@ def test_tokens_with_a_draft_model_follow_the_distribution(options, wrong, monke
     if wrong:
         keep_all = lambda p, q, proposed, accept, residual: proposed  # noqa: E731
         monkeypatch.setattr("danlu.inference.sampling.rejection_sample", keep_all)
-    table, prompt, n = chain(0), [1, 2], 1500
+    table, prompt, n = chain(0), [1, 2], 1000
     speculation = Speculation(ChainProposer(chain(0, distance=0.5)))
     sequences = [DraftSequence(i, prompt, 1, 2, next_row(options, i, prompt, prompt), 0, 0) for i in range(n)]
     proposed = speculation.propose(sequences)

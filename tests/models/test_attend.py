@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import covering
 from builders.reference_attention import (
     BOUNDARIES,
     CHAINS,
@@ -223,17 +224,17 @@ def test_the_kernels_of_a_gpu_equal_a_dense_mask(kv_heads: int, window: int | No
         assert (got.double().cpu() - want).norm() / want.norm() < 0.02
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("trees", [(), TREES])
-@pytest.mark.parametrize("short", [0, 768])  # by torch's kernel where that can be, or in blocks
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (7, 1.0)])
-@pytest.mark.parametrize("width", [5, 8, 11])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("has_sinks", "width", "kind", "short", "trees", "exact"),
+    # short: by torch's kernel where that can be, or in blocks
+    covering(
+        [False, True], [5, 8, 11], [(None, None), (3, None), (7, 1.0)], [0, 768], [(), TREES], [False, True], strength=3
+    ),
+)
 def test_sinks_and_values_of_another_width(
     has_sinks: bool,
     width: int,
-    window: int | None,
-    softcap: float | None,
+    kind: tuple[int | None, float | None],
     short: int,
     trees: tuple[Branch, ...],
     exact: bool,
@@ -242,6 +243,7 @@ def test_sinks_and_values_of_another_width(
     monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
     monkeypatch.setattr(block_attention, "BLOCK_ROWS", 6)
     monkeypatch.setattr(block_attention, "ROW_MULTIPLE", 4)
+    window, softcap = kind
     q, k, _ = inputs(2)
     v = torch.randn(40, 2, width, generator=torch.Generator().manual_seed(9), dtype=torch.float64).requires_grad_()
     # One that takes nearly all of a row's probability, and one that takes none.

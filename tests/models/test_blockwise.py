@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import covering
 from builders.reference_attention import BOUNDARIES, CHAINS, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
@@ -34,15 +35,13 @@ def results(strategy: Any, tensors: list[Tensor], window: int | None, softcap: f
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
 
-@pytest.mark.parametrize("key_block", [4, 64])
-@pytest.mark.parametrize("query_rows", [1, 6, 32])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("window", "softcap"), KINDS)
-@pytest.mark.parametrize("trees", [(), TREES, CHAINS])
+@pytest.mark.parametrize(
+    ("trees", "kind", "kv_heads", "query_rows", "key_block"),
+    covering([(), TREES, CHAINS], KINDS, [1, 2, 4], [1, 6, 32], [4, 64], strength=3),
+)
 def test_values_and_gradients_are_those_of_a_dense_mask(
     trees: tuple[Branch, ...],
-    window: int | None,
-    softcap: float | None,
+    kind: tuple[int | None, float | None],
     kv_heads: int,
     query_rows: int,
     key_block: int,
@@ -50,6 +49,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
 ) -> None:
     monkeypatch.setattr(blockwise, "KEY_BLOCK", key_block)
     monkeypatch.setattr(blockwise, "QUERY_ROWS", query_rows)
+    window, softcap = kind
     tensors = inputs(40, kv_heads)
     want = results(ReferenceAttention(BOUNDARIES, trees), tensors, window, softcap)
     for got, expected in zip(
@@ -103,7 +103,8 @@ def test_bits_are_the_same_in_a_pack_a_tree_a_chunk_and_alone(
     tensors = inputs(LENGTH, kv_heads, dtype, width=24)
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
     whole = BlockwiseAttention((0, LENGTH))(0, tensors[0], Keys(tuple(tensors[1:])), **options)
-    for sizes in ([LENGTH], [1] * LENGTH, [130, 1, 1, 5, 63], [7, 64, 129]):
+    one_by_one = [1] * LENGTH if kv_heads == 2 else [100, *[1] * 40, LENGTH - 140]  # past the end of a block
+    for sizes in ([LENGTH], one_by_one, [130, 1, 1, 5, 63], [7, 64, 129]):
         assert torch.equal(in_chunks(tensors, sizes, window, softcap), whole)
     before = [torch.randn(37, *x.shape[1:]).to(dtype) for x in tensors]
     q, *keys = map(torch.cat, zip(before, tensors, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from builders.covering import covering
 from builders.flash_stub import stub_kernels
 from builders.reference_attention import ReferenceAttention
 from torch import Tensor
@@ -90,14 +91,11 @@ def dense(tensors: list[Tensor], settings: TileSettings, *, sinks: bool) -> list
     return gradients(out, tensors[: 3 + sinks])
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("window", "softcap"), KINDS)
-@pytest.mark.parametrize("name", KERNELS)
-def test_tiles_are_a_dense_mask(
-    name: str, window: int | None, softcap: float | None, kv_heads: int, sinks: bool
-) -> None:
-    kernel = KERNELS[name]
+@pytest.mark.parametrize(
+    ("name", "kind", "kv_heads", "sinks"), covering(KERNELS, KINDS, [1, 2, 4], [False, True], strength=3)
+)
+def test_tiles_are_a_dense_mask(name: str, kind: tuple[int | None, float | None], kv_heads: int, sinks: bool) -> None:
+    kernel, (window, softcap) = KERNELS[name], kind
     settings = TileSettings(0.3, window, softcap)
     tensors = inputs(kv_heads)
     tiles = tiles_between(rows(), rows(), window)
