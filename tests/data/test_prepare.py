@@ -53,14 +53,21 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ready(
-    tokenizer: Path, cache: Path, *paths: Path, stage: Any = "sft", weights: Any = None, seed: int = 0, **data: Any
+    tokenizer: Path,
+    cache: Path,
+    *paths: Path,
+    stage: Any = "sft",
+    weights: Any = None,
+    seed: int = 0,
+    progress: Any = None,
+    **data: Any,
 ) -> PreparedData:
     sources = [
         Source(path=str(path), weight=weight)
         for path, weight in zip(paths, weights or [None] * len(paths), strict=True)
     ]
     settings = Data(**{"train": sources, "cache": str(cache), "workers": 1, **data})
-    return prepare(DatasetSpec(settings, stage, str(tokenizer), chat_template=None, seed=seed))
+    return prepare(DatasetSpec(settings, stage, str(tokenizer), chat_template=None, seed=seed), progress=progress)
 
 
 def contents(samples: Selection) -> list[tuple[list[int], list[float], str]]:
@@ -72,16 +79,19 @@ def rows_of(samples: Selection) -> list[str]:
 
 
 @pytest.mark.usefixtures("worker_processes")
-def test_the_output_does_not_depend_on_the_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_output_does_not_depend_on_the_number_of_workers_and_progress_is_reported(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     path = write(tmp_path / "chat.jsonl", conversations(0, 2600))  # more chunks than one process is given at first
+    seen: list[int] = []
     one = ready(tokenizer, tmp_path / "one", path, workers=1)
-    three = ready(tokenizer, tmp_path / "three", path, workers=3)
-    assert one.train is not None and three.train is not None
-    assert contents(one.train) == contents(three.train)
+    two = ready(tokenizer, tmp_path / "two", path, workers=2, progress=lambda done, total: seen.append(done))
+    assert one.train is not None and two.train is not None and seen[-1] == 2600
+    assert contents(one.train) == contents(two.train)
     assert rows_of(one.train)[:2] == ["chat.jsonl:1", "chat.jsonl:2"]
-    assert one.statistics == three.statistics
+    assert one.statistics == two.statistics
     (folder,), (other,) = (
-        [path for path in (tmp_path / name).iterdir() if path.name not in NOT_STORES] for name in ("one", "three")
+        [path for path in (tmp_path / name).iterdir() if path.name not in NOT_STORES] for name in ("one", "two")
     )
     files = sorted(folder.glob("*.bin"))
     assert files
@@ -296,14 +306,13 @@ def test_rows_too_deep_for_another_process_are_bad_rows(tokenizer: Path, cache: 
     [row] = conversations(0, 1)
     good = json.dumps(row)
     deep = f'{good[:-1]}, "meta": {"[" * 600}{"]" * 600}}}'
-    for name, text in (("deep.jsonl", f"{deep}\n{good}"), ("deep.json", f"[{deep},\n{good}]")):
+    texts = {"deep.jsonl": f"{deep}\n{good}", "deep.json": f"[{deep},\n{good}]"}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        prepared = ready(tokenizer, cache, tmp_path / name, on_bad_row="skip")
-        assert prepared.train is not None and rows_of(prepared.train) == [f"{name}:2"]
-        assert prepared.statistics.bad_examples == [
-            f"{name}:1: unreadable JSON: brackets are nested too deeply, more than 100 lists or "
-            "objects one in the other"
-        ]
+    prepared = ready(tokenizer, cache, *(tmp_path / name for name in texts), on_bad_row="skip")
+    assert prepared.train is not None and sorted(rows_of(prepared.train)) == ["deep.json:2", "deep.jsonl:2"]
+    wrong = "unreadable JSON: brackets are nested too deeply, more than 100 lists or objects one in the other"
+    assert prepared.statistics.bad_examples == [f"{name}:1: {wrong}" for name in texts]
 
 
 def test_packed_files_are_rows_like_others(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
@@ -367,15 +376,6 @@ def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path,
     path = write(tmp_path / "untrained.jsonl", [{"messages": messages}])
     with pytest.raises(DataError, match=r"untrained\.jsonl.*trained.*data\.train_on"):
         ready(tokenizer, cache, path)
-
-
-@pytest.mark.usefixtures("worker_processes")
-def test_progress_is_reported(tokenizer: Path, chat: Path, tmp_path: Path) -> None:
-    seen: list[int] = []
-    data = Data(train=[Source(path=str(chat))], cache=str(tmp_path))
-    spec = DatasetSpec(data, "sft", str(tokenizer), chat_template=None, seed=0)
-    prepare(spec, progress=lambda done, total: seen.append(done))
-    assert seen[-1] == 60
 
 
 def test_answers_that_never_end_are_refused(tokenizer: Path, cache: Path, tmp_path: Path) -> None:

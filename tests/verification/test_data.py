@@ -22,6 +22,7 @@ def tokens(packs: list[Any]) -> list[np.ndarray]:
     return [sample.tokens for pack in packs for sample in pack.samples]
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_own_rows_come_first(tmp_path: Path) -> None:
     found = proxy_data(recipe(tmp_path), 5)
     assert (found.source, found.vocab_size, len(found.packs)) == ("the recipe's own data", 400, 5)
@@ -41,6 +42,7 @@ def test_rows_that_would_have_to_be_fetched_are_made_up(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_rows_that_cannot_be_used_are_made_up_and_it_is_told(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{nothing\n")

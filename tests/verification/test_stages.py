@@ -135,6 +135,7 @@ def test_mistakes_of_these_stages_are_caught(case: str, fault: str, cause: str, 
     assert cause in found.finding.cause
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_teachers_get_small_and_keep_what_tells_them_apart(tmp_path: Path) -> None:
     wide = teacher_folder(tiny_world(), "more-rows", seed=9, hidden_size=64, vocab_size=408)
     teachers = [
