@@ -92,8 +92,8 @@ def test_drafts_survive_preemption_and_neighbours(small_decoder, draft, preempt)
     check_same(engine.generate(asked), expected)
     assert engine.statistics.preemptions > 0
     other = EmbeddedEngine(model, EngineOptions(draft=draft), draft_model=draft_model)
-    others = [dataclasses.replace(request, sampling=SamplingOptions(seed=2)) for request in asked]
-    assert [c.tokens for c in other.generate(others)] != [c.tokens for c in expected], "control"
+    differing = dataclasses.replace(asked[0], sampling=SamplingOptions(seed=2))
+    assert [c.tokens for c in other.generate([differing])] != [c.tokens for c in expected[:2]], "control"
 
 
 @pytest.mark.parametrize("draft", [NGRAM, MODEL], ids=["ngram", "model"])
