@@ -31,6 +31,9 @@ VERBS: dict[str, Verb] = {
     ),
     "generate": Verb("danlu.cli.generate:generate", "Use", "continue a prompt; the text alone goes to stdout"),
     "merge": Verb("danlu.cli.merge:merge", "Use", "put adapters into their base, or make one of several"),
+    "plan": Verb(
+        "danlu.cli.plan:plan", "Train", "will it fit, how fast, what to change: memory, seconds and price of a step"
+    ),
     "preview": Verb(
         "danlu.cli.preview:preview",
         "Train",

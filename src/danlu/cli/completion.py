@@ -226,7 +226,18 @@ def _values_of_option(name: str, current: str) -> Iterable[Candidate]:
         return _overrides(current, only="")
     if name in CHOICES:
         return (Candidate(choice) for choice in CHOICES[name])
+    if name == "on":
+        return (*_clusters(current), *_paths(current, (".yaml", ".yml")))
     return _paths(current, (".yaml", ".yml") if name == "recipe" else None)
+
+
+def _clusters(current: str) -> Iterator[Candidate]:
+    """Kinds of cards behind the numbers of nodes and cards that are typed."""
+    from danlu.planning.cards import CARDS  # here: no other completion needs it
+
+    numbers = re.match(r"(\d+x)*", current)
+    assert numbers is not None, "no number matches too"
+    yield from (Candidate(f"{numbers[0]}{card.name}") for card in CARDS)
 
 
 def _options(command: Any) -> Iterator[Candidate]:

@@ -14,6 +14,8 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 SUMMARY = "summary.json"
+PLAN = "plan.json"
+"""The memory and the seconds of a step that were expected before the first one."""
 REPORT = "report.html"
 LONGROPE_SEARCH = "longrope_search.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -30,7 +32,7 @@ CHAIN = "chain.json"
 """A file of a chain's folder: the hash of each result that a stage was begun with, by stage, and by earlier stage."""
 
 OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
-    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)}|{re.escape(PLAN)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
     rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|{LOGS}|{re.escape(WANDB_ID_FILE)}"
 )
 """All names that a run gives, as a pattern for the whole of one."""

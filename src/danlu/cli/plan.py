@@ -1,0 +1,94 @@
+"""`danlu plan`: memory, seconds and price of a recipe's step before anything runs, or next to a run's own numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from danlu import recipe as recipes
+from danlu.core.errors import RecipeError
+from danlu.core.terminal import echo, print_status
+
+if TYPE_CHECKING:
+    from danlu.planning.lengths import Lengths
+    from danlu.run.planned_step import PlannedStep
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file; or the folder of a run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the file's: section.key=value.")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="16x8xH100-80G (nodes, cards, kind) or a YAML file; else this machine."),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths of documents or answers: a number a line, or rollouts.jsonl."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, as plan.json, for scripts.")] = False,
+) -> None:
+    """Say what a step of `danlu train` takes: memory by part, seconds by operation, hours and price; nothing is run.
+
+    Where it does not fit, single changes that make it fit. Of a run's folder, what was expected next to what it took.
+    """
+    if recipe.is_dir():
+        _refuse_with_run({"--on": on, "--lengths": lengths, "key=value": overrides or None})
+        _show_run(recipe, as_json=as_json)
+        return
+    loaded = recipes.load(recipe, overrides or [])
+    # Here, not above: a wrong recipe is refused before numpy is imported. Nothing here loads torch.
+    from danlu.planning.cluster import Cluster
+    from danlu.planning.target import Target
+    from danlu.run.planned_step import planned_step
+
+    for note in loaded.notes:
+        print_status(note)
+    target = None if on is None else Target(Cluster.of(on))
+    with loaded.naming_places():
+        planned = planned_step(loaded.recipe, target, _lengths(lengths))
+    values = planned.values
+    changes = _changes(planned, recipe, overrides or []) if values["fits"] is False else None
+    if as_json:
+        echo(json.dumps(values if changes is None else {**values, "changes": changes}, allow_nan=False))
+        return
+    _print(values, recipe.name, changes)
+
+
+def _lengths(file: Path | None) -> Lengths | None:
+    from danlu.planning.lengths import read_lengths
+
+    return None if file is None else read_lengths(file)
+
+
+def _changes(planned: PlannedStep, recipe: Path, overrides: list[str]) -> list[dict[str, Any]]:
+    from danlu.run.plan_changes import lighter_plans
+
+    return lighter_plans(planned, lambda change: recipes.load(recipe, [*overrides, change]).recipe)
+
+
+def _print(values: Mapping[str, Any], name: str, changes: list[dict[str, Any]] | None) -> None:
+    from danlu.report.plan_text import change_lines, plan_lines
+
+    def lines() -> Iterator[str]:
+        yield from plan_lines(values, name)
+        if changes is not None:
+            yield ""
+            yield from change_lines(changes)
+
+    for line in lines():
+        echo(line)
+
+
+def _refuse_with_run(options: Mapping[str, object]) -> None:
+    if given := [option for option, value in options.items() if value is not None]:
+        raise RecipeError(f"{', '.join(given)}: not with the folder of a run, which has its plan. Name a recipe")
+
+
+def _show_run(folder: Path, *, as_json: bool) -> None:
+    raise RecipeError(f"{folder}: a folder")

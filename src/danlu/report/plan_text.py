@@ -1,0 +1,172 @@
+"""A plan as lines of text: memory by part, seconds by operation, the whole training, and what was assumed.
+
+Plans are read as JSON, from `danlu plan` or from the plan.json of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_GIB, _MIB = 2**30, 2**20
+_SMALL = 0.005
+"""Kinds of operations that take a smaller share of a step are summed up."""
+_PARTS = {
+    "weights": "weights",
+    "adapter": "adapter",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "average": "average of weights",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "packed": "a packed matrix made dense",
+    "gathered": "gathered parameters",
+    "stash": "stashed weights",
+}
+_MOST_CHANGES = 5
+_ELLIPSIS = 12
+"""Stages of a pipeline that are shown."""
+
+
+def plan_lines(values: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yields the lines of a plan; name: of the recipe or the run."""
+    layout, batch, machine = values["layout"], values["batch"], values["machine"]
+    count = layout["processes"]
+    processes = "one process" if count == 1 else f"{count:,} processes ({layout['degrees']})"
+    yield f"{name} on {_machine(machine)}: {processes}"
+    micro_batches = "1 micro-batch" if batch["micro_batches"] == 1 else f"{batch['micro_batches']:,} micro-batches"
+    each = " in each data rank" if count > 1 else ""
+    yield (
+        f"a step: {micro_batches} of {batch['micro']:,} x {batch['max_length']:,} tokens{each}, {batch['tokens']:,} "
+        "tokens in all"
+    )
+    yield f"documents: {_documents(values['documents'])}"
+    yield ""
+    yield from _memory_lines(values)
+    yield ""
+    yield from _seconds_lines(values)
+    if values["assumptions"]:
+        yield ""
+        yield "== assumed"
+        yield from (f"  {sentence}" for sentence in values["assumptions"])
+
+
+def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the lines of single changes with which a step takes less memory, as `lighter_plans` gives them."""
+    fitting = [change for change in changes if change["fits"]]
+    if fitting:
+        yield "== each of these changes alone makes it fit"
+    elif changes:
+        yield "== no single change makes it fit; these save most"
+    else:
+        yield "== nothing that was tried saves memory: take more or larger cards (--on)"
+        return
+    rows = []
+    for change in fitting or changes[:_MOST_CHANGES]:
+        by = "" if change["seconds"] is None else f"{change['seconds']:.3g} s a step"
+        rows.append((change["change"], f"{change['taken'] / _GIB:.2f} GiB", by, change["note"]))
+    yield from (f"  {line}" for line in _table(rows))
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    nodes, each, memory = machine["nodes"], machine["cards_per_node"], machine["memory_bytes"]
+    cards = f"{each} x {machine['card']}" if each > 1 or nodes > 1 else machine["card"]
+    room = f" ({memory / _GIB:.1f} GiB each)" if memory else ""
+    return f"{nodes} nodes of {cards}{room}" if nodes > 1 else f"{cards}{room}"
+
+
+def _documents(documents: Mapping[str, Any]) -> str:
+    if documents["rows"] is None:
+        return "full packs, as the token cache has no rows of this recipe (danlu preview fills it)"
+    mean = documents["tokens"] / documents["rows"]
+    return (
+        f"{documents['rows']:,} rows of {documents['tokens']:,} tokens from the {documents['source']}, {mean:,.0f} on "
+        f"average, at most {documents['longest']:,}"
+    )
+
+
+def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    memory, room = values["memory"], values["machine"]["memory_bytes"]
+    stages = values["stages"]
+    of_stage = f", of pipeline stage {memory['stage']}, which needs most" if stages else ""
+    yield f"== memory of a process at the peak of a step{of_stage}"
+    unit, divisor = ("GiB", _GIB) if memory["allocated"] >= _GIB else ("MiB", _MIB)
+
+    def size(count: float) -> str:
+        return f"{count / divisor:,.2f} {unit}"
+
+    rows = [(_PARTS.get(part, part), size(count)) for part, count in memory["parts"].items() if count]
+    rows += [("KV cache of rollouts", size(memory["kv_cache"]))] if memory["kv_cache"] else []
+    rows += [("communication buffers", size(memory["communication"]))] if memory["communication"] else []
+    rows.append(("allocated", size(memory["allocated"])))
+    if memory["reserved"] is not None:
+        rows.append(("reserved by the allocator", size(memory["reserved"])))
+    yield from (f"  {line}" for line in _table(rows))
+    taken = memory["allocated"] if memory["reserved"] is None else memory["reserved"]
+    if values["fits"] is not None:
+        verdict = "fits" if values["fits"] else "does not fit"
+        yield f"  {verdict}: {size(taken)} of {room / _GIB:,.1f} GiB, {taken / room:.0%}"
+    if len(memory["by_role"]) > 1:
+        yield f"  models: {', '.join(f'{role} {size(count)}' for role, count in memory['by_role'].items())}"
+    if stages:
+        shown = ", ".join(size(each["allocated"]) for each in stages[:_ELLIPSIS])
+        yield f"  by stage: {shown}{', ...' if len(stages) > _ELLIPSIS else ''}"
+    host = {name: count for name, count in memory["host"].items() if count}
+    if host:
+        yield f"  host memory: {', '.join(f'{name} {size(count)}' for name, count in host.items())}"
+    yield f"  disk: {values['checkpoint_bytes'] / _GIB:,.2f} GiB each checkpoint"
+
+
+def _seconds_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    seconds, training = values["seconds"], values["training"]
+    if seconds is None:
+        yield f"== seconds of a step: unknown, as {_unmeasured(values['layout']['processes'])} or name a cluster (--on)"
+        yield from (f"  {line}" for line in _training(training))
+        return
+    total = seconds["total"]
+    yield f"== seconds of a step: {total:.4g}"
+    kinds = sorted(seconds["compute"].items(), key=lambda entry: -entry[1])
+    large = [(kind, of_kind) for kind, of_kind in kinds if of_kind >= _SMALL * total]
+    other = sum(of_kind for kind, of_kind in kinds) - sum(of_kind for kind, of_kind in large)
+    rows = [
+        (kind, f"{of_kind:.4g}", f"{of_kind / total:.1%}")
+        for kind, of_kind in [*large, *([("other operations", other)] if other > 0 else [])]
+    ]
+    if any(seconds["communication"].values()):
+        rows.append(("communication, exposed", f"{seconds['exposed']:.4g}", f"{seconds['exposed'] / total:.1%}"))
+    if values["layout"]["pipeline"] > 1:
+        rows.append(("pipeline bubble", f"{seconds['bubble']:.4g}", f"{seconds['bubble'] / total:.1%}"))
+    yield from (f"  {line}" for line in _table(rows))
+    axes = {axis: of_axis for axis, of_axis in seconds["communication"].items() if of_axis}
+    if axes:
+        listed = ", ".join(f"{axis} {of_axis:.4g}" for axis, of_axis in axes.items())
+        yield f"  communication by axis, what computation hides included: {listed}"
+    mfu = "" if values["mfu"] is None else f", MFU {values['mfu']:.1%}"
+    yield f"  {values['tokens_per_second']:,.0f} tokens/s{mfu}"
+    if seconds["extrapolated"]:
+        yield "  some sizes lie beyond those that were measured"
+    yield from (f"  {line}" for line in _training(training))
+
+
+def _unmeasured(processes: int) -> str:
+    several = f" --processes {processes}" if processes > 1 else ""
+    return f"this machine was not measured. Run danlu bench machine{several},"
+
+
+def _training(training: Mapping[str, Any]) -> Iterator[str]:
+    price = "" if training["price"] is None else f", {training['price']:,.2f} in price"
+    if training["steps"] is not None:
+        hours = "" if training["hours"] is None else f": {training['hours']:,.2f} hours{price}"
+        yield f"{training['steps']:,} steps, {training['tokens']:,} tokens{hours}"
+    elif (hours := training["hours_per_billion_tokens"]) is not None:
+        yield f"{hours:,.2f} hours for a billion tokens"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows with columns of one width: the first left, numbers right, a text in the fourth as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        if len(rest) > 2:
+            cells[3] = rest[2]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,110 @@
+"""The plan of a recipe's step on a cluster or on this machine, from configs alone. No torch.
+
+Everything that keeps a run from beginning in this layout is raised with the run's own message.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from danlu.assembly.document_lengths import document_lengths, with_named_tokenizer
+from danlu.core.errors import RecipeError
+from danlu.models.config import ModelConfig
+from danlu.parallel.layout import Layout, layout_of, problems
+from danlu.planning.cluster import Cluster
+from danlu.planning.device_map import device_map_problems
+from danlu.planning.lengths import Lengths
+from danlu.planning.machine_profile import Device, MachineProfile
+from danlu.planning.pipeline_split import pipedream_problems, split_problems
+from danlu.planning.plan_values import plan_values
+from danlu.planning.step import plan_step
+from danlu.planning.step_plan import StepPlan
+from danlu.planning.target import Target
+from danlu.planning.workload import Workload
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Parallel
+from danlu.run.preview_model import planned_config
+from danlu.run.read_workload import read_workload
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The plan of a step, and what it is of."""
+
+    workload: Workload
+    target: Target
+    plan: StepPlan
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        return plan_values(self.plan, self.workload, self.target.cluster)
+
+
+def planned_step(recipe: Recipe, target: Target | None = None, lengths: Lengths | None = None) -> PlannedStep:
+    """Plans a step of a recipe.
+
+    target: the machine; None: this one. lengths: of the documents, by default those of the token cache. Raises
+    RecipeError for a layout that the machine or the model cannot have, ModelError for a model that cannot be read.
+    """
+    check_planned(recipe)
+    recipe = recipe.model_copy(update={"model": with_named_tokenizer(recipe.model)})
+    config = planned_config(recipe)
+    target = target or target_here(recipe)
+    layout = _layout(recipe, config, target)
+    judges = layout.tensor == 1 and recipe.parallel.shard == "none"
+    workload = read_workload(recipe, config, lengths or document_lengths(recipe), judges=judges)
+    return PlannedStep(workload, target, plan_step(workload, layout, target))
+
+
+def check_planned(recipe: Recipe) -> None:
+    """Raises RecipeError for a recipe that no plan is made of."""
+    if recipe.stage == "classify":
+        raise RecipeError("stage: classify trains no language model, and only steps of those are planned")
+
+
+def target_here(recipe: Recipe) -> Target:
+    """This machine, with as many processes as the recipe needs at least; on GPUs as many as there are.
+
+    Its speeds are those that `danlu bench machine` has measured, if it has; without links of several processes they
+    count as unknown.
+    """
+    fewest = fewest_processes(recipe.parallel)
+    device: Device | None = "cpu" if recipe.device == "cpu" else None
+    profile = MachineProfile.here(fewest, device=device)
+    if profile is None and fewest > 1:
+        profile = MachineProfile.here(1, device=device)
+    cluster = Cluster.here(profile, fewest if device == "cpu" or _is_cpu(profile) else None)
+    if cluster.ranks > 1 and not cluster.links:
+        return Target(Cluster.here(None, cluster.ranks))
+    return Target(cluster, profile)
+
+
+def _is_cpu(profile: MachineProfile | None) -> bool:
+    from danlu.planning.cards import nvidia_devices
+
+    return not nvidia_devices() if profile is None else profile.machine.device == "cpu"
+
+
+def fewest_processes(section: Parallel) -> int:
+    """The fewest processes that a section's degrees can be had with."""
+    if section.workers == "threads" or section.device_map is not None:
+        return 1
+    data = section.expert // math.gcd(section.expert, section.context.size) * section.replicate
+    if section.data != "auto":
+        data = section.data
+    return data * section.tensor * section.context.size * section.pipeline.stages
+
+
+def _layout(recipe: Recipe, config: ModelConfig, target: Target) -> Layout:
+    """The layout on all ranks of the machine. Raises RecipeError as a run does."""
+    section = recipe.parallel
+    layout = layout_of(section, target.cluster.ranks)
+    wrong = [*problems(section, config), *device_map_problems(section.device_map, config)]
+    if section.pipeline.stages > 1:
+        wrong += [*split_problems(section.pipeline, config), *pipedream_problems(recipe, config)]
+    if wrong:
+        raise RecipeError(wrong)
+    return layout

@@ -1,0 +1,96 @@
+"""`danlu plan`: from a recipe to what is printed, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.tiny_world import World, danlu
+
+from danlu.planning.lengths import read_lengths
+
+
+@pytest.fixture
+def recipe(tiny_world: World, tmp_path: Path) -> Path:
+    return tiny_world.recipe(tmp_path / "run", model={"config": None, "path": str(tiny_world.base)})
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    assert danlu("plan", *arguments, "--json") == 0
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def test_a_recipe_is_planned_on_a_cluster(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = planned(capsys, recipe, "--on", "2x2xA100-80G", "parallel.shard=zero3", "batch.micro=1")
+    assert values["layout"]["processes"] == 4 and values["batch"] == {
+        "micro": 1, "micro_batches": 1, "max_length": 64, "tokens": 256
+    }  # fmt: skip
+    assert values["fits"] and values["training"]["steps"] == 12 and values["training"]["price"] is None
+    assert values["seconds"]["total"] > 0 and values["documents"]["source"] == "full packs"
+    memory = values["memory"]
+    assert sum(memory["parts"].values()) + memory["communication"] + memory["kv_cache"] == memory["allocated"]
+    assert danlu("plan", recipe, "--on", "2x2xA100-80G", "parallel.shard=zero3", "batch.micro=1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run.yaml on 2 nodes of 2 x A100-80G (79.2 GiB each): 4 processes (data 4)"
+    assert lines[1] == "a step: 1 micro-batch of 1 x 64 tokens in each data rank, 256 tokens in all"
+
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("10\n64\n")
+    file = tmp_path / "cluster.yaml"
+    file.write_text("cards: {kind: A100-80G, each: 4, price: 2}")
+    values = planned(capsys, recipe, "--on", file, "--lengths", lengths)
+    assert values["documents"] == {"source": "file", "rows": 2, "tokens": 74, "longest": 64}
+    assert values["training"]["price"] == pytest.approx(values["training"]["hours"] * 4 * 2)
+
+
+def test_changes_make_it_fit(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    card = "cards: {kind: small, memory: %s, bandwidth: 100, peak: {fp32: 1}}"
+    cluster.write_text(card % "1GB")
+    whole = planned(capsys, recipe, "--on", cluster)
+    assert whole["fits"] and "changes" not in whole
+    cluster.write_text(card % f"{whole['memory']['allocated'] / 1000 - 1:.3f}KB")
+    values = planned(capsys, recipe, "--on", cluster)
+    assert not values["fits"]
+    first, *_ = changes = values["changes"]
+    assert first["fits"] and first["taken"] < whole["memory"]["allocated"] and first["note"] == ""
+    assert {"batch.micro=1", "memory.recompute=full"} <= {change["change"] for change in changes}
+    again = planned(capsys, recipe, "--on", cluster, first["change"])  # the change keeps its promise
+    assert (again["fits"], again["memory"]["allocated"]) == (True, first["taken"])
+    assert danlu("plan", recipe, "--on", cluster) == 0
+    assert "== each of these changes alone makes it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "8xH100-80G", "parallel.tensor=3"], "parallel.tensor: 3 does not divide the 8 processes of this run"),
+        (
+            ["--on", "8xH100-80G", "parallel.tensor=8"],
+            "tensor: 8 does not divide the model's 4 attention heads",
+        ),
+        (["--on", "0xH100-80G"], "--on '0xH100-80G': 0 nodes or cards, and a run needs 1 at least"),
+        (["--on", "8xH100-80"], "no card 'H100-80' is known. Did you mean 'H100-80G'?"),
+        (["batch.mirco=1"], "override 'batch.mirco=1' batch.mirco: unknown key in BatchSize. Did you mean 'micro'?"),
+        (["--lengths", "missing.txt"], "--lengths missing.txt: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert danlu("plan", recipe, *arguments) != 0
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.jsonl"
+    rows = [7, {"tokens": 5}, {"length": 6}, {"tokens": [1, 2, 3]}, {"answers": [{"tokens": 9}, {"tokens": 8}]}]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert read_lengths(file).documents == (7, 5, 6, 3, 9, 8) and read_lengths(file).source == "file"
+    for line, message in (("abc", ":1: 'abc' is neither a number"), ("0", ":1: 0 is no number"), ("", "no lengths")):
+        file.write_text(line)
+        with pytest.raises(Exception, match=message):
+            read_lengths(file)

@@ -1,0 +1,101 @@
+"""The text of a plan, from fixed values."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from danlu.report.plan_text import change_lines, plan_lines
+
+GIB = 2**30
+MEMORY = {
+    "parts": {"weights": 12 * GIB, "adapter": 0, "gradients": 3 * GIB, "activations": 40 * GIB},
+    "by_role": {"policy": 8 * GIB, "teacher": 4 * GIB},
+    "kv_cache": 0,
+    "communication": GIB // 2,
+    "allocated": 55 * GIB + GIB // 2,
+    "reserved": None,
+    "host": {"loading": GIB, "step": 0, "saving": 0},
+}
+VALUES: dict[str, Any] = {
+    "format": 1,
+    "machine": {"card": "H100-80G", "nodes": 2, "cards_per_node": 8, "memory_bytes": 79 * GIB},
+    "layout": {"processes": 16, "degrees": "data 8 x pipeline 2", "pipeline": 2},
+    "batch": {"micro": 4, "micro_batches": 2, "max_length": 2048, "tokens": 131_072},
+    "documents": {"source": "token cache", "rows": 1000, "tokens": 321_000, "longest": 2048},
+    "memory": {"stage": 1, **MEMORY},
+    "stages": [{**MEMORY, "allocated": 40 * GIB}, MEMORY],
+    "fits": True,
+    "checkpoint_bytes": 90 * GIB,
+    "seconds": {
+        "compute": {"attention": 0.5, "product": 2.0, "clip": 0.001, "norm": 0.002},
+        "communication": {"shard": 0.8, "pipeline": 0.1},
+        "exposed": 0.25,
+        "bubble": 0.25,
+        "total": 3.0,
+        "extrapolated": False,
+    },
+    "tokens_per_second": 43_690.7,
+    "mfu": 0.471,
+    "training": {"steps": 1200, "tokens": 157_286_400, "hours": 1.0, "price": 40.0, "hours_per_billion_tokens": 6.36},
+    "assumptions": ["an unmeasured link"],
+}
+TEXT = """\
+sft.yaml on 2 nodes of 8 x H100-80G (79.0 GiB each): 16 processes (data 8 x pipeline 2)
+a step: 2 micro-batches of 4 x 2,048 tokens in each data rank, 131,072 tokens in all
+documents: 1,000 rows of 321,000 tokens from the token cache, 321 on average, at most 2,048
+
+== memory of a process at the peak of a step, of pipeline stage 1, which needs most
+  weights                12.00 GiB
+  gradients               3.00 GiB
+  activations            40.00 GiB
+  communication buffers   0.50 GiB
+  allocated              55.50 GiB
+  fits: 55.50 GiB of 79.0 GiB, 70%
+  models: policy 8.00 GiB, teacher 4.00 GiB
+  by stage: 40.00 GiB, 55.50 GiB
+  host memory: loading 1.00 GiB
+  disk: 90.00 GiB each checkpoint
+
+== seconds of a step: 3
+  product                     2  66.7%
+  attention                 0.5  16.7%
+  other operations        0.003   0.1%
+  communication, exposed   0.25   8.3%
+  pipeline bubble          0.25   8.3%
+  communication by axis, what computation hides included: shard 0.8, pipeline 0.1
+  43,691 tokens/s, MFU 47.1%
+  1,200 steps, 157,286,400 tokens: 1.00 hours, 40.00 in price
+
+== assumed
+  an unmeasured link"""
+
+
+def test_a_plan_as_text() -> None:
+    assert "\n".join(plan_lines(VALUES, "sft.yaml")) == TEXT
+
+
+def test_what_is_not_known_is_said() -> None:
+    values = deepcopy(VALUES)
+    values |= {"seconds": None, "fits": False, "assumptions": [], "stages": []}
+    values["documents"] |= {"source": "full packs", "rows": None}
+    values["training"] |= {"hours": None, "price": None}
+    lines = list(plan_lines(values, "sft.yaml"))
+    assert "documents: full packs, as the token cache has no rows of this recipe (danlu preview fills it)" in lines
+    assert "  does not fit: 55.50 GiB of 79.0 GiB, 70%" in lines
+    assert lines[-2].startswith("== seconds of a step: unknown, as this machine was not measured. Run danlu bench mach")
+    assert lines[-1] == "  1,200 steps, 157,286,400 tokens"
+
+
+def test_changes_that_fit_come_alone() -> None:
+    fits = {"change": "batch.micro=1", "taken": 30 * GIB, "seconds": 3.21, "note": "", "fits": True}
+    saves = {"change": "adapter=lora", "taken": 81 * GIB, "seconds": None, "note": "few weights", "fits": False}
+    assert list(change_lines([fits, saves])) == [
+        "== each of these changes alone makes it fit",
+        "  batch.micro=1  30.00 GiB  3.21 s a step",
+    ]
+    assert list(change_lines([saves])) == [
+        "== no single change makes it fit; these save most",
+        "  adapter=lora  81.00 GiB    few weights",
+    ]
+    assert list(change_lines([])) == ["== nothing that was tried saves memory: take more or larger cards (--on)"]
