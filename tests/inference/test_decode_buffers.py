@@ -89,7 +89,7 @@ def test_much_and_uneven_is_not_kept(monkeypatch):
     assert buffers.rows_of(chunks, pool.token_bytes) is None
     assert buffers.rows_of(chunks[:1], pool.token_bytes) is not None
     buffers.clear()
-    monkeypatch.setattr(decode_buffers, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(decode_buffers, "DECODE_BUFFER_BYTES", 1000)
     assert buffers.rows_of(chunks[:1], pool.token_bytes) is None
 
 

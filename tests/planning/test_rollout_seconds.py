@@ -19,15 +19,20 @@ from danlu.models.decoder import Decoder
 from danlu.models.layer_spec import Experts
 from danlu.models.mixer_spec import Factorized, Latent
 from danlu.models.packed_weights import PackedWeights
+from danlu.parallel.layout import Layout
 from danlu.planning.cache_memory import EngineBounds, PoolSize
+from danlu.planning.cluster import Cluster
 from danlu.planning.flops import DecoderFlops, attention_pairs
 from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
 from danlu.planning.measured_table import Seconds
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
-from danlu.planning.rl_phases import Phase, RlPlace, rl_phases
+from danlu.planning.rl_phases import RlPlace, rl_phases
 from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.planning.rollout_passes import AskedPrompt, PassRun, RolloutPasses
 from danlu.planning.rollout_seconds import EngineModel, EngineSeconds, is_plain
+from danlu.planning.step import plan_step
+from danlu.planning.step_plan import Phase, StepPlan
+from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 from danlu.recipe.sections import (
     BatchSize,
@@ -302,3 +307,20 @@ def test_lengths_are_those_of_a_file(tmp_path: Path) -> None:
         assert message in str(error.value)
     with pytest.raises(DataError, match=r"gone.jsonl: cannot be read \(No such file"):
         RolloutLengths.of_file(recipe, tmp_path / "gone.jsonl")
+
+
+def test_a_plan_has_the_cache_of_rollouts_where_these_take_most() -> None:
+    target, layout = Target(Cluster.of("H100-80G")), Layout()
+
+    def planned(prompts: int, **rollout: Any) -> StepPlan:
+        recipe, lengths = recipe_of(rollout=rollout), RolloutLengths((AskedPrompt(20, (10, 10)),) * prompts, "")
+        return plan_step(replace(workload_of(recipe), rollout_lengths=lengths), layout, target)
+
+    several, one, aside = planned(400), planned(1), planned(400, staleness=1)
+    for plan in (several, one, aside):
+        assert plan.rollout is not None and plan.rollout.total > 0
+    answering, training, beside = (plan.worst.memory for plan in (several, one, aside))
+    assert answering.kv_cache >= 800 * 30 * 2 * 2 * 16 * 4  # texts, tokens, layers, keys and values, width, bytes
+    assert answering.parts.gradients == 0 < answering.parts.optimizer
+    assert (training.kv_cache, beside.kv_cache) == (0, 0)
+    assert answering.allocated > training.allocated == beside.allocated

@@ -21,13 +21,10 @@ from torch import Tensor
 from danlu.core.device_moves import copy_to
 from danlu.inference.scheduler import Chunk
 from danlu.models.block_attention import attention_scores
+from danlu.planning.cache_memory import DECODE_BUFFER_BYTES, DECODE_ROOM
 
-BUFFER_BYTES = 128 << 20
-"""The most memory of all layers together."""
 # But not where this many times as much would be kept as is seen, because one sequence is longer than the others.
 MOST_PADDING = 1.25
-# Room for so many more tokens than there are when sequences are gathered, so that it is done seldom.
-ROOM = 128
 # The largest share of rows with an ended sequence: until then they are computed, which costs less than gathering the
 # others again. 64 sequences of log-normal lengths are gathered 16 times instead of 54.
 ENDED_SHARE = 1 / 8
@@ -75,10 +72,10 @@ class DecodeBuffers:
         rows = self._continued(chunks) if longest <= self._capacity else None
         if rows is None:
             rows = list(range(len(chunks)))
-            capacity = -(-(longest + ROOM) // self._block) * self._block
+            capacity = -(-(longest + DECODE_ROOM) // self._block) * self._block
             if len(chunks) * longest > MOST_PADDING * sum(chunk.stop for chunk in chunks):
                 return None
-            if len(chunks) * capacity * token_bytes > BUFFER_BYTES:
+            if len(chunks) * capacity * token_bytes > DECODE_BUFFER_BYTES:
                 return None
             self._layers, self._capacity = {}, capacity
         self._last = [(None, 0) if row is None else (chunks[row].sequence, chunks[row].start) for row in rows]

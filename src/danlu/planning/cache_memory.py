@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 ROUTE_BYTES = 2
 """Bytes of the number of an expert, where the routes of tokens are recorded."""
+DECODE_BUFFER_BYTES = 128 << 20
+"""The most memory of keys and values that lie next to each other from pass to pass (`inference.decode_buffers`)."""
+DECODE_ROOM = 128
+"""Room for so many more tokens than there are when they are put there."""
 _FLOAT32_BYTES = 4
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind
 from danlu.models.config import ModelConfig
+from danlu.parallel.layout import Layout
 from danlu.planning.batch_shape import Document, DocumentRun, Kernels
 from danlu.planning.cache_memory import CacheSizes, EngineBounds, PoolSize
 from danlu.planning.decoder_seconds import DecoderSeconds
@@ -21,62 +23,24 @@ from danlu.planning.layer_graph import LayerTraining
 from danlu.planning.layer_training import layers_training
 from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.planning.primitives import PassSeconds
-from danlu.planning.rollout_lengths import RolloutLengths
+from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
+from danlu.planning.rollout_memory import engine_model, pool_for
 from danlu.planning.rollout_passes import AskedPrompt, RolloutPasses
-from danlu.planning.rollout_seconds import EngineModel, EngineSeconds, Precision
+from danlu.planning.rollout_seconds import EngineModel, EngineSeconds
 from danlu.planning.speeds import Speeds
+from danlu.planning.step_plan import Phase, RlSeconds
 from danlu.planning.step_work import clip_work, update_work
+from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe
 from danlu.recipe.policy_scores import scores_of, trains_on_pairs
 from danlu.recipe.roles import CachedModel, PolicyWithoutAdapter, RewardModel, frozen_roles, roles_of
 from danlu.recipe.value import value_share
 
-PhaseName = Literal["hand_over", "rollout", "reward", "scoring", "update"]
 _CPU_TOKENS = 4096
 """Tokens of a micro-batch on a CPU, at most, where its size is chosen."""
 _JUDGED_TOKENS = 4096
 """Tokens that a reward model reads at a time (`stages.scoring`)."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase between the beginning of one rollout and that of the next."""
-
-    name: PhaseName
-    seconds: float | None
-    """None: unknown."""
-    assumption: str = ""
-    """A sentence on what was assumed, or why it is unknown."""
-
-
-@dataclass(frozen=True)
-class RlSeconds:
-    """The time of a rollout and of the steps that train on it."""
-
-    phases: tuple[Phase, ...]
-    steps: int
-    """Steps that train on a rollout."""
-    rolls_out_aside: bool = False
-    """Whether answers are drawn while the trainer works (`rollout.staleness`)."""
-
-    @property
-    def total(self) -> float:
-        """Seconds from one rollout to the next, without phases that are unknown: of asynchronous rollouts those of the
-        slower side."""
-        known = {phase.name: phase.seconds or 0.0 for phase in self.phases}
-        if not self.rolls_out_aside:
-            return sum(known.values())
-        rollout = known.pop("rollout", 0.0)
-        return max(rollout, sum(known.values()))
-
-    @property
-    def slower(self) -> Literal["rollouts", "trainer"] | None:
-        """The side that the other one waits for; None where they take turns."""
-        if not self.rolls_out_aside:
-            return None
-        rollout = next(phase.seconds or 0.0 for phase in self.phases if phase.name == "rollout")
-        return "rollouts" if rollout >= self.total else "trainer"
 
 
 @dataclass(frozen=True)
@@ -111,6 +75,20 @@ def rl_phases(
     return _Phases(workload, lengths, bounds, place).all(update_s)
 
 
+def planned_rollout(workload: Workload, layout: Layout, target: Target, update_s: float | None) -> RlSeconds | None:
+    """The seconds from one rollout to the next in a layout; None where no answers are drawn, or speeds are not known.
+
+    update_s: of a step, as its plan has it: taken in a pipeline. Raises ResourceError as `rl_phases` does.
+    """
+    recipe, speeds = workload.recipe, target.speeds
+    if not draws_answers(recipe) or speeds is None:
+        return None
+    lengths = workload.rollout_lengths or RolloutLengths.longest(recipe)
+    device: Literal["cpu", "cuda"] = "cpu" if target.device_type == "cpu" else "cuda"
+    place = RlPlace(speeds, device, target.kernels, layout.data * layout.context, layout.tensor)
+    return rl_phases(workload, lengths, EngineBounds.of(recipe), place, update_s if layout.pipeline > 1 else None)
+
+
 @dataclass(frozen=True)
 class _Phases:
     workload: Workload
@@ -137,16 +115,13 @@ class _Phases:
     def config(self) -> ModelConfig:
         return self.workload.config
 
-    @property
+    @cached_property
     def training(self) -> list[LayerTraining]:
         return layers_training(self.recipe, self.config)
 
-    @property
+    @cached_property
     def engine_model(self) -> EngineModel:
-        most = max(self.training, key=lambda training: len(training.adapters))
-        precision: Precision = "bf16" if self.recipe.precision == "auto" else self.recipe.precision
-        is_exact = self.recipe.numerics == "exact"
-        return EngineModel(self.config, precision, self.place.device, most, is_exact, self.place.tensor)
+        return engine_model(self.workload, self.place.device, self.place.tensor)
 
     def hand_over(self) -> Phase:
         """The weights, on their way to the engine; one that sleeps takes the memory of its cache again."""
@@ -166,12 +141,9 @@ class _Phases:
         pool, sizes = self.pool
         return Phase("hand_over", float(self.place.speeds.moved(pool.bytes_of(sizes))), said)
 
-    @property
+    @cached_property
     def pool(self) -> tuple[PoolSize, CacheSizes]:
-        context = self.config.context_length
-        sizes = CacheSizes.of_model(self.config, self.bounds, self.engine_model.element_bytes, self.place.tensor)
-        texts = [prompt.tokens + tokens for prompt in self.lengths.prompts for tokens in prompt.answers]
-        return PoolSize.of(sizes, self.bounds.for_texts(sizes, texts, context), context), sizes
+        return pool_for(self.engine_model, self.bounds, self.lengths.prompts)
 
     def rollout(self) -> Phase:
         recipe = self.recipe

@@ -59,6 +59,11 @@ class RolloutLengths:
         return cls(tuple(prompts), f"answers are as long as in {file.name}, and prompts {how}")
 
 
+def draws_answers(recipe: Recipe) -> bool:
+    """Whether a recipe trains on answers that the policy draws meanwhile."""
+    return recipe.stage == "rl" or bool(recipe.on_policy)
+
+
 def prompts_of_a_rollout(recipe: Recipe) -> int:
     """The prompts that are answered together; in distillation the share of a step's rows with own answers."""
     if recipe.batch.prompts is not None:

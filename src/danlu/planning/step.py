@@ -19,6 +19,8 @@ from danlu.planning.flops import DecoderFlops
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.primitives import PassSeconds
 from danlu.planning.rank_memory import RankStates, rank_states, stage_step
+from danlu.planning.rl_phases import planned_rollout
+from danlu.planning.rollout_memory import memory_while_answering
 from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
 from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, walk
 from danlu.planning.step_work import clip_work, update_work
@@ -83,16 +85,28 @@ class _Planner:
         costs = self._costs(states, seconds, micro)
         walks = walk(self._lists(micro_batches), costs, [self._rank_cost(each) for each in states])
         tokens = per_step * layout.data * recipe.data.max_length
+        of_step = self._seconds(seconds, walks, states, micro_batches)
         return StepPlan(
             layout,
             micro,
             micro_batches,
-            tuple(StagePlan(_memory(state, own), own.events, ()) for state, own in zip(states, walks, strict=True)),
-            self._seconds(seconds, walks, states, micro_batches),
+            tuple(
+                StagePlan(self._largest(state, own), own.events, ()) for state, own in zip(states, walks, strict=True)
+            ),
+            of_step,
             tokens=tokens,
             flops=self._flops(micro) * micro_batches * layout.data,
+            rollout=planned_rollout(workload, layout, self.target, None if of_step is None else of_step.total),
             assumptions=tuple(self._assumptions()),
         )
+
+    def _largest(self, states: RankStates, own: StageWalk) -> RankMemory:
+        """The memory at the peak of a step, or of a rollout, in which the process answers itself."""
+        of_step = _memory(states, own)
+        answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
+        if answering is None:
+            return of_step
+        return max((of_step, answering), key=lambda memory: memory.allocated)
 
     def _chunk_seconds(self, micro: int) -> list[PassSeconds] | None:
         if self.times is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from danlu.core.types import MemoryParts, Role
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -34,6 +35,8 @@ class RankMemory:
     """The bytes of each model, of those that are in `weights` and `adapter`."""
     kv_cache: int = 0
     """Bytes of the rollout engine's cache, where it lies on the same device."""
+    engine_copies: int = 0
+    """Bytes of the weights that such an engine has in another order or type."""
     communication: int = 0
     """Bytes of the buffers that collectives copy through."""
     reserved: int | None = None
@@ -43,7 +46,7 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """Bytes of all tensors."""
-        return self.parts.total + self.kv_cache + self.communication
+        return self.parts.total + self.kv_cache + self.engine_copies + self.communication
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,50 @@ class StepSeconds:
     """Seconds from the start of the step to its end."""
     extrapolated: bool = False
     """Whether some sizes lie outside of those that were measured."""
+
+
+PhaseName = Literal["hand_over", "rollout", "reward", "scoring", "update"]
+"""The phases that a run's metrics have: `rollout_s`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase between the beginning of one rollout and that of the next."""
+
+    name: PhaseName
+    seconds: float | None
+    """None: unknown."""
+    assumption: str = ""
+    """A sentence on what was assumed, or why it is unknown."""
+
+
+@dataclass(frozen=True)
+class RlSeconds:
+    """The time of a rollout and of the steps that train on it."""
+
+    phases: tuple[Phase, ...]
+    steps: int
+    """Steps that train on a rollout."""
+    rolls_out_aside: bool = False
+    """Whether answers are drawn while the trainer works (`rollout.staleness`)."""
+
+    @property
+    def total(self) -> float:
+        """Seconds from one rollout to the next, without phases that are unknown: of asynchronous rollouts those of the
+        slower side."""
+        known = {phase.name: phase.seconds or 0.0 for phase in self.phases}
+        if not self.rolls_out_aside:
+            return sum(known.values())
+        rollout = known.pop("rollout", 0.0)
+        return max(rollout, sum(known.values()))
+
+    @property
+    def slower(self) -> Literal["rollouts", "trainer"] | None:
+        """The side that the other one waits for; None where they take turns."""
+        if not self.rolls_out_aside:
+            return None
+        rollout = next(phase.seconds or 0.0 for phase in self.phases if phase.name == "rollout")
+        return "rollouts" if rollout >= self.total else "trainer"
 
 
 @dataclass(frozen=True)
@@ -90,6 +137,9 @@ class StepPlan:
     """Tokens of a step over all processes."""
     flops: int
     """Operations of the model in a step over all processes, as MFU counts them."""
+    rollout: RlSeconds | None = None
+    """The seconds from one rollout to the next, by phase; None where no answers are drawn, or speeds are not known.
+    The step's own are then of rows of full length, and the phase `update` is of the drawn answers."""
     assumptions: tuple[str, ...] = field(default=())
     """Sentences on what was assumed where facts were missing: full packs, an unmeasured link."""
 

@@ -20,6 +20,7 @@ from danlu.planning.layer_training import layers_training
 from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
+from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.recipe import Recipe
 
 
@@ -46,6 +47,8 @@ class Workload:
     reward_bytes: int = 0
     """Bytes of reward models, which the first process loads."""
     lengths: Lengths = FULL_PACKS
+    rollout_lengths: RolloutLengths | None = None
+    """The lengths of drawn answers and their prompts; None: all are as long as they may be."""
 
     @property
     def critic_tensors(self) -> tuple[ModelTensor, ...]:
