@@ -229,6 +229,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_pipeline_simulation.py",
     ),
     Mutation(
+        "planning/pipeline_bounds.py",
+        "rest = self._behind[chunk] + self._work(place.after_backward) + self._end[chunk]",
+        "rest = self._behind[chunk] + self._total[place.rank] + self._end[chunk]",
+        "planning/test_pipeline_bounds.py",
+    ),
+    Mutation(
+        "planning/pipeline_bounds.py",
+        "messages = self._micro_batches * self._up[chunk]",
+        "messages = (self._micro_batches + 1) * self._up[chunk]",
+        "planning/test_pipeline_bounds.py",
+    ),
+    Mutation(
+        "planning/pipeline_bounds.py",
+        "return min(micro_batches, _STEADY * stages)",
+        "return min(micro_batches, stages)",
+        "planning/test_pipeline_bounds.py",
+    ),
+    Mutation(
         "planning/step_walk.py",
         "            self.queue += cost.kept_for_weight",
         "            self.queue += 0",

@@ -51,6 +51,12 @@ def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[t
     Raises:
         RecipeError: there is no such schedule; the message names the nearest one.
     """
+    orders = compute_orders(kind, stages, chunks, micro_batches)
+    return with_messages(orders, placement(kind, stages, chunks), update_each=kind == "pipedream")
+
+
+def compute_orders(kind: str, stages: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """Returns the computations of each rank's list alone. Arguments and errors are those of `schedule`."""
     problems = [
         f"{argument}: {message}" for argument, message in schedule_problems(kind, stages, chunks, micro_batches)
     ]
@@ -69,7 +75,7 @@ def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[t
         else:
             _ORDERS[kind](order, rank, stages, micro_batches)
         orders.append(order.actions)
-    return with_messages(orders, chunks_of, update_each=kind == "pipedream")
+    return orders
 
 
 def unsplit(micro_batches: int) -> tuple[Action, ...]:
