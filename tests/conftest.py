@@ -16,6 +16,7 @@ import torch  # noqa: F401  # verbs say what they are about to do only where it 
 from builders.engine_models import endless, loaded, small_decoder  # noqa: F401 - fixtures
 from builders.fork_server import MODULES, SERVER
 from builders.tiny_world import World, tokenise_here
+from builders.torch_process import torch_process  # noqa: F401 - a fixture
 from hypothesis import settings
 
 from danlu.numerics import batch_invariant

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import torch
+from builders.torch_process import TorchProcess
 
 from danlu.core.dtensor import is_dtensor, local_tensor
 from danlu.parallel.traffic_counter import fake_process_group
 
 
-def test_a_run_imports_neither_dtensors_nor_sympy() -> None:
+def test_a_run_imports_neither_dtensors_nor_sympy(torch_process: TorchProcess) -> None:
     seen = "[name for name in ('torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy') if name in sys.modules]"
     modules = "danlu.run.train, danlu.cli.train"
     program = f"import sys, {modules}; print({seen}); import torch.distributed.fsdp; print(len({seen}))"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "3"]
+    assert torch_process.run(program).split("\n")[-3:] == ["[]", "3", ""]
 
 
 def test_dtensors_are_told_from_plain_tensors() -> None:

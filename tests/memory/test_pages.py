@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from builders.torch_process import TorchProcess
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -160,15 +159,15 @@ def test_the_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert default_folder() == Path("/var/tmp")
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(torch_process: TorchProcess, tmp_path: Path) -> None:
     program = (
-        "import os, sys, torch; from danlu.optim.build import build; from danlu.recipe.sections import PagedAdamW\n"
+        "import os, torch; from danlu.optim.build import build; from danlu.recipe.sections import PagedAdamW\n"
         "from danlu.memory.pages import paged_state\n"
         "w = torch.nn.Parameter(torch.ones(200, 200)); w.grad = torch.ones(200, 200)\n"
-        "o = build([('w', w)], PagedAdamW(folder=sys.argv[1]), paged_state=paged_state); o.step()\n"
+        f"o = build([('w', w)], PagedAdamW(folder={str(tmp_path)!r}), paged_state=paged_state); o.step()\n"
         "os.kill(os.getpid(), 9)"
     )
-    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
+    torch_process.run(program, exit_code=-9)
     assert list(tmp_path.iterdir()) == []
 
 

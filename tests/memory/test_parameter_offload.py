@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from builders.process_group import run_group
 from builders.recompute import LAYERS, RecomputeCase, adapted, full, step
 from builders.recompute_worker import resident_bytes, sharded_in_files
+from builders.torch_process import TorchProcess
 from torch import Tensor
 
 from danlu.core.errors import RecipeError, ResourceError
@@ -106,16 +105,16 @@ def test_only_layers_in_use_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert resident_bytes(tmp_path) == 0
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(torch_process: TorchProcess, tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from builders.recompute import full, step\n"
+        f"import os, sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})\n"
+        "from pathlib import Path; from builders.recompute import full, step\n"
         "from danlu.memory.parameter_offload import offload_parameters\n"
-        "made = full(hidden_size=128); offload_parameters(made.model, Path(sys.argv[1])); step(made)\n"
+        f"made = full(hidden_size=128); offload_parameters(made.model, Path({str(tmp_path)!r})); step(made)\n"
         "os.kill(os.getpid(), 9)"
     )
-    tests = str(Path(__file__).resolve().parents[1])
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=tests, check=False)
-    assert done.returncode == -9 and list(tmp_path.iterdir()) == []
+    torch_process.run(program, exit_code=-9)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:

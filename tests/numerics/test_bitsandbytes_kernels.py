@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 import torch
+from builders.torch_process import TorchProcess
 from torch import Tensor
 
 from danlu.numerics import bitsandbytes_kernels, four_bit
@@ -134,14 +133,14 @@ def test_operators_of_a_gpu_that_are_not_there_are_told(monkeypatch: pytest.Monk
 
 
 @needs_library
-def test_the_package_is_not_imported() -> None:
+def test_the_package_is_not_imported(torch_process: TorchProcess) -> None:
     script = (
         "import sys, torch; from danlu.numerics.four_bit_weight import FourBitWeight\n"
         "from danlu.numerics import bitsandbytes_kernels\n"
         "FourBitWeight.quantize(torch.randn(8, 64)).dense(); assert bitsandbytes_kernels.library()[0]\n"
-        "sys.exit('bitsandbytes' in sys.modules or 'torch._dynamo' in sys.modules)"
+        "print('bitsandbytes' in sys.modules or 'torch._dynamo' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert torch_process.run(script).endswith("False\n")
 
 
 def falls_back() -> str:
