@@ -20,6 +20,7 @@ from danlu.models.layer_spec import Experts
 from danlu.models.mixer_spec import Factorized, Latent
 from danlu.models.packed_weights import PackedWeights
 from danlu.parallel.layout import Layout
+from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.cache_memory import EngineBounds, PoolSize
 from danlu.planning.cluster import Cluster
 from danlu.planning.flops import DecoderFlops, attention_pairs
@@ -43,6 +44,7 @@ from danlu.recipe.sections import (
     ModelReward,
     Recipe,
     Rollout,
+    Sigmoid,
     Source,
 )
 
@@ -323,4 +325,21 @@ def test_a_plan_has_the_cache_of_rollouts_where_these_take_most() -> None:
     assert answering.kv_cache >= 800 * 30 * 2 * 2 * 16 * 4  # texts, tokens, layers, keys and values, width, bytes
     assert answering.parts.gradients == 0 < answering.parts.optimizer
     assert (training.kv_cache, beside.kv_cache) == (0, 0)
-    assert answering.allocated > training.allocated == beside.allocated
+    assert answering.kv_cache > training.allocated and beside.allocated > training.allocated
+
+
+def test_the_largest_micro_batch_has_whole_trees() -> None:
+    recipe = recipe_of()  # of 64 tokens a sequence
+    for prompts, micro, largest in (
+        ([AskedPrompt(20, (5, 10))] * 4, 1, 1),
+        ([AskedPrompt(20, (5, 10))] * 4, 2, 2),  # three trees of 35 tokens fit into 128
+        ([AskedPrompt(20, (100, 100))], 1, 4),
+        ([], 3, 1),
+    ):
+        workload = replace(workload_of(recipe), rollout_lengths=RolloutLengths(tuple(prompts), ""))
+        assert largest_micro_batch(workload, micro, 1) == largest, prompts
+    longest = workload_of(recipe)
+    assert largest_micro_batch(longest, 1, 1) == 2  # of 54 + 2 x 10 tokens
+    pairs = workload_of(recipe_of(Sigmoid(), rollout={"samples": 8}))
+    assert largest_micro_batch(pairs, 1, 1) == 2
+    assert largest_micro_batch(workload_of(recipe_of(rollout={"samples": 8})), 1, 1) == 3

@@ -15,6 +15,7 @@ from danlu.core.terminal import echo, print_status
 
 if TYPE_CHECKING:
     from danlu.planning.lengths import Lengths
+    from danlu.planning.rollout_lengths import RolloutLengths
     from danlu.run.planned_step import PlannedStep
 
 
@@ -51,7 +52,7 @@ def plan(
         print_status(note)
     target = None if on is None else Target(Cluster.of(on))
     with loaded.naming_places():
-        planned = planned_step(loaded.recipe, target, _lengths(lengths))
+        planned = planned_step(loaded.recipe, target, *_lengths(loaded.recipe, lengths))
     values = planned.values
     changes = _changes(planned, recipe, overrides or []) if values["fits"] is False else None
     if as_json:
@@ -60,10 +61,14 @@ def plan(
     _print(values, recipe.name, changes)
 
 
-def _lengths(file: Path | None) -> Lengths | None:
+def _lengths(recipe: recipes.Recipe, file: Path | None) -> tuple[Lengths | None, RolloutLengths | None]:
+    """The lengths of documents, or of the answers that a recipe draws, as a file has them."""
     from danlu.planning.lengths import read_lengths
+    from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
 
-    return None if file is None else read_lengths(file)
+    if file is None:
+        return None, None
+    return (None, RolloutLengths.of_file(recipe, file)) if draws_answers(recipe) else (read_lengths(file), None)
 
 
 def _changes(planned: PlannedStep, recipe: Path, overrides: list[str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from danlu.optim.state_shapes import average_bytes, optimizer_bytes
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.planning.cluster import Cluster
 from danlu.planning.lengths import Lengths
-from danlu.planning.step_plan import RankMemory, StepPlan, StepSeconds
+from danlu.planning.step_plan import RankMemory, RlSeconds, StepPlan, StepSeconds
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe
 
@@ -49,8 +49,9 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
         "flops": plan.flops,
         "tokens_per_second": plan.tokens_per_s,
         "mfu": None if (peak := card.peaks.get(_precision(recipe))) is None else plan.mfu(peak),
+        "rollout": None if plan.rollout is None else _rollout(plan.rollout),
         "training": _training(plan, workload, cluster),
-        "assumptions": list(plan.assumptions),
+        "assumptions": [*plan.assumptions, *_assumed(plan.rollout)],
     }
 
 
@@ -95,6 +96,21 @@ def _seconds(seconds: StepSeconds) -> dict[str, Any]:
     }
 
 
+def _rollout(rollout: RlSeconds) -> dict[str, Any]:
+    """The seconds from one rollout to the next, by the phases that metrics.jsonl has."""
+    return {
+        "steps": rollout.steps,
+        "phases": {f"{phase.name}_s": phase.seconds for phase in rollout.phases},
+        "total": rollout.total,
+        "slower": rollout.slower,
+    }
+
+
+def _assumed(rollout: RlSeconds | None) -> list[str]:
+    phases = () if rollout is None else rollout.phases
+    return [f"{phase.name}: {phase.assumption}" for phase in phases if phase.assumption]
+
+
 def _traffic(traffic: CollectiveTraffic) -> dict[str, Any]:
     return {"axis": traffic.axis, "kind": traffic.kind, "what": traffic.what, "bytes": round(traffic.bytes)}
 
@@ -114,7 +130,10 @@ def _documents(lengths: Lengths) -> dict[str, Any]:
 def _training(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """The whole training: steps, tokens, hours and price; None where nothing is known of it."""
     steps = _steps(plan, workload)
-    hours = None if steps is None or plan.seconds is None else steps * plan.seconds.total / 3600
+    step_s = None if plan.seconds is None else plan.seconds.total
+    if plan.rollout is not None:
+        step_s = plan.rollout.total / plan.rollout.steps
+    hours = None if steps is None or step_s is None else steps * step_s / 3600
     price = cluster.price_per_card_hour
     return {
         "steps": steps,

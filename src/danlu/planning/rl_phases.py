@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,7 @@ from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout
+from danlu.planning.answer_trees import micro_batches, trained_trees, trees_of
 from danlu.planning.batch_shape import Document, DocumentRun, Kernels
 from danlu.planning.cache_memory import CacheSizes, EngineBounds, PoolSize
 from danlu.planning.decoder_seconds import DecoderSeconds
@@ -38,7 +39,7 @@ from danlu.recipe.roles import CachedModel, PolicyWithoutAdapter, RewardModel, f
 from danlu.recipe.value import value_share
 
 _CPU_TOKENS = 4096
-"""Tokens of a micro-batch on a CPU, at most, where its size is chosen."""
+"""Tokens of a micro-batch, at most, where its size is not known."""
 _JUDGED_TOKENS = 4096
 """Tokens that a reward model reads at a time (`stages.scoring`)."""
 
@@ -54,6 +55,8 @@ class RlPlace:
     """Ranks that share prompts."""
     tensor: int = 1
     """Ranks that share each product."""
+    micro: int | None = None
+    """Sequences of `data.max_length` tokens that a micro-batch has the tokens of; None: as the recipe says."""
     link: Callable[[int], float] | None = None
     """Bytes -> the seconds in which they reach the rollout servers; None: unknown."""
     judges: Mapping[Role, ModelConfig] = field(default_factory=dict)
@@ -72,20 +75,23 @@ def rl_phases(
     update_s: of one step, from its plan; None: computed for one process of a layout without a pipeline. Raises
     ResourceError for a cache that does not hold one block.
     """
-    return _Phases(workload, lengths, bounds, place).all(update_s)
+    return _Phases(replace(workload, rollout_lengths=lengths), lengths, bounds, place).all(update_s)
 
 
-def planned_rollout(workload: Workload, layout: Layout, target: Target, update_s: float | None) -> RlSeconds | None:
+def planned_rollout(
+    workload: Workload, layout: Layout, target: Target, micro: int, update_s: float | None
+) -> RlSeconds | None:
     """The seconds from one rollout to the next in a layout; None where no answers are drawn, or speeds are not known.
 
-    update_s: of a step, as its plan has it: taken in a pipeline. Raises ResourceError as `rl_phases` does.
+    micro: packed sequences of a micro-batch. update_s: of a step, as its plan has it: taken in a pipeline. Raises
+    ResourceError as `rl_phases` does.
     """
     recipe, speeds = workload.recipe, target.speeds
     if not draws_answers(recipe) or speeds is None:
         return None
     lengths = workload.rollout_lengths or RolloutLengths.longest(recipe)
     device: Literal["cpu", "cuda"] = "cpu" if target.device_type == "cpu" else "cuda"
-    place = RlPlace(speeds, device, target.kernels, layout.data * layout.context, layout.tensor)
+    place = RlPlace(speeds, device, target.kernels, layout.data * layout.context, layout.tensor, micro)
     return rl_phases(workload, lengths, EngineBounds.of(recipe), place, update_s if layout.pipeline > 1 else None)
 
 
@@ -173,20 +179,19 @@ class _Phases:
         judges = {role: each for role, each in roles_of(self.recipe).items() if isinstance(each, RewardModel)}
         others = len(self.recipe.rewards or ()) - len(judges)
         said = [f"{others} other rewards take no time: how long their code runs is unknown"] if others else []
-        texts = [
-            ((DocumentRun(prompt.tokens + tokens),),) for prompt in self.lengths.prompts for tokens in prompt.answers
-        ]
+        lengths = (prompt.tokens + tokens for prompt in self.lengths.prompts for tokens in prompt.answers)
+        texts: list[Document] = [(DocumentRun(length),) for length in lengths]
         seconds = 0.0
         for role in judges:
             if (config := self.place.judges.get(role)) is None:
                 return Phase("reward", None, f"the reward model of {role} is not read")
-            batches = _batches([document for (document,) in texts], _JUDGED_TOKENS)
-            seconds += self._decoder(config).forward(batches, 0)
+            seconds += self._decoder(config).forward(micro_batches(texts, _JUDGED_TOKENS), 0)
         return Phase("reward", seconds, "; ".join(said))
 
     def scoring(self) -> Phase:
         """The pass without gradients, in which the policy runs whoever is asked."""
-        scores, documents = scores_of(self.recipe), self._trees(self.lengths.prompts[:: self.place.data])
+        prompts = self.lengths.prompts[:: self.place.data]
+        scores, documents = scores_of(self.recipe), trees_of(prompts, shared=self.recipe.data.share_stem)
         batches, targets = self._micro_batches(documents), _targets(documents)
         seconds = self._policy.forward(batches, targets if scores.old else 0)
         asked = [*(["reference"] if scores.reference else []), *scores.teachers]
@@ -198,12 +203,10 @@ class _Phases:
         return Phase("scoring", seconds)
 
     def update(self) -> Phase:
-        recipe, said = self.recipe, []
-        prompts: Sequence[AskedPrompt] = self.lengths.prompts[:: self.place.data]
-        if trains_on_pairs(recipe) and recipe.stage == "rl":
-            prompts = [AskedPrompt(each.tokens, _middle(each.answers)) for each in prompts]
-            said = ["the best and the worst answer to a prompt are of middle length"]
-        documents = self._trees(prompts)
+        recipe, said = self.recipe, ""
+        if recipe.stage == "rl" and trains_on_pairs(recipe):
+            said = "the best and the worst answer to a prompt are of middle length"
+        documents = trained_trees(self.workload, self.place.data)
         batches, targets = self._micro_batches(documents), _targets(documents)
         rounds, updates = (recipe.batch.passes, recipe.batch.updates) if recipe.stage == "rl" else (1, 1)
         seconds = self._policy.training_step(batches, targets)
@@ -214,7 +217,7 @@ class _Phases:
                 seconds += self._decoder(config).forward(batches, targets)
         if value_share(recipe) in ("base", "none"):
             seconds += self._critic.training_step(batches, 0)
-        return Phase("update", rounds * (seconds + updates * self._optimizer()), "; ".join(said))
+        return Phase("update", rounds * (seconds + updates * self._optimizer()), said)
 
     def _optimizer(self) -> float:
         """Seconds of clipping and of the optimizer's update."""
@@ -225,14 +228,9 @@ class _Phases:
             work.append(clip_work(sum(map(math.prod, shapes.values()))))
         return PassSeconds.of(work, self.place.speeds).forward / (shards * self.place.tensor)
 
-    def _trees(self, prompts: Sequence[AskedPrompt]) -> list[Document]:
-        return [document for prompt in prompts for document in _tree(prompt, shared=self.recipe.data.share_stem)]
-
     def _micro_batches(self, documents: Sequence[Document]) -> list[list[Document]]:
-        micro, length = self.recipe.batch.micro, self.recipe.data.max_length
-        if micro == "auto":
-            return _batches(documents, _CPU_TOKENS if self.place.device == "cpu" else 4 * _CPU_TOKENS)
-        return _batches(documents, micro * length)
+        micro, length = self.place.micro or self.recipe.batch.micro, self.recipe.data.max_length
+        return micro_batches(documents, _CPU_TOKENS if micro == "auto" else micro * length)
 
     @property
     def _policy(self) -> DecoderSeconds:
@@ -267,36 +265,6 @@ class _Phases:
                 yield role, configs[role]
 
 
-def _tree(prompt: AskedPrompt, *, shared: bool) -> Iterator[Document]:
-    """A prompt with its answers as they go through the model: a tree, or a document for each answer."""
-    if shared:
-        yield (DocumentRun(prompt.tokens), *(DocumentRun(tokens, prompt.tokens) for tokens in prompt.answers))
-        return
-    for tokens in prompt.answers:
-        yield (DocumentRun(prompt.tokens), DocumentRun(tokens, prompt.tokens))
-
-
 def _targets(documents: Sequence[Document]) -> int:
     """The tokens of answers."""
     return sum(run.tokens for document in documents for run in document[1:])
-
-
-def _middle(answers: Sequence[int]) -> tuple[int, ...]:
-    """Two lengths a third of the way from the shortest and from the longest."""
-    ordered = sorted(answers)
-    third = len(ordered) // 3
-    return ordered[third], ordered[-1 - third]
-
-
-def _batches(documents: Sequence[Document], most: int) -> list[list[Document]]:
-    """Divides documents into batches of up to so many tokens; a longer one has a batch of its own."""
-    batches: list[list[Document]] = []
-    room = 0
-    for document in documents:
-        tokens = sum(run.tokens for run in document)
-        if tokens > room:
-            batches.append([])
-            room = most
-        batches[-1].append(document)
-        room -= tokens
-    return batches

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from danlu.models.chunks import Chunks
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
+from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, chunk_seconds, mean_batch
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.pipeline_split import num_chunks
@@ -82,7 +83,10 @@ class _Planner:
         stages = range(layout.pipeline)
         states = [rank_states(workload, layout, stage=stage, device_type=self.target.device_type) for stage in stages]
         seconds = self._chunk_seconds(micro)
-        costs = self._costs(states, seconds, micro)
+        largest = micro
+        if recipe.stage == "rl":  # prompts have trees of all their answers, which are longer than a sequence
+            largest = largest_micro_batch(workload, micro, layout.data)
+        costs = self._costs(states, seconds, largest)
         walks = walk(self._lists(micro_batches), costs, [self._rank_cost(each) for each in states])
         tokens = per_step * layout.data * recipe.data.max_length
         of_step = self._seconds(seconds, walks, states, micro_batches)
@@ -96,7 +100,7 @@ class _Planner:
             of_step,
             tokens=tokens,
             flops=self._flops(micro) * micro_batches * layout.data,
-            rollout=planned_rollout(workload, layout, self.target, None if of_step is None else of_step.total),
+            rollout=planned_rollout(workload, layout, self.target, micro, None if of_step is None else of_step.total),
             assumptions=tuple(self._assumptions()),
         )
 

@@ -44,7 +44,7 @@ def plan_lines(values: Mapping[str, Any], name: str) -> Iterator[str]:
     yield ""
     yield from _memory_lines(values)
     yield ""
-    yield from _seconds_lines(values)
+    yield from _seconds_lines(values) if values["rollout"] is None else _rollout_lines(values)
     if values["assumptions"]:
         yield ""
         yield "== assumed"
@@ -146,6 +146,21 @@ def _seconds_lines(values: Mapping[str, Any]) -> Iterator[str]:
     if seconds["extrapolated"]:
         yield "  some sizes lie beyond those that were measured"
     yield from (f"  {line}" for line in _training(training))
+
+
+def _rollout_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    rollout = values["rollout"]
+    steps = "the step that trains" if rollout["steps"] == 1 else f"the {rollout['steps']} steps that train"
+    yield f"== seconds of a rollout and of {steps} on it: {rollout['total']:.4g}"
+    rows = []
+    for phase, seconds in rollout["phases"].items():
+        share = "" if seconds is None or not rollout["total"] else f"{seconds / rollout['total']:.1%}"
+        rows.append((phase, "unknown" if seconds is None else f"{seconds:.4g}", share))
+    yield from (f"  {line}" for line in _table(rows))
+    if rollout["slower"] is not None:
+        waits = "the trainer waits for answers" if rollout["slower"] == "rollouts" else "answers wait for the trainer"
+        yield f"  answers are drawn while the trainer works: {waits}"
+    yield from (f"  {line}" for line in _training(values["training"]))
 
 
 def _unmeasured(processes: int) -> str:

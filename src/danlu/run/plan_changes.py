@@ -35,7 +35,9 @@ def lighter_plans(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
             recipe = load(change.override)
             lengths = planned.workload.lengths
             shorter = recipe.data.max_length != planned.workload.recipe.data.max_length
-            other = planned_step(recipe, planned.target, FULL_PACKS if shorter else lengths)
+            other = planned_step(
+                recipe, planned.target, FULL_PACKS if shorter else lengths, planned.workload.rollout_lengths
+            )
         except DanluError:  # a change that this recipe cannot have
             continue
         taken = taken_bytes(other.plan.worst.memory)

@@ -6,7 +6,7 @@ Everything that keeps a run from beginning in this layout is raised with the run
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from danlu.assembly.document_lengths import document_lengths, with_named_tokenizer
@@ -19,6 +19,7 @@ from danlu.planning.lengths import Lengths
 from danlu.planning.machine_profile import Device, MachineProfile
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.planning.plan_values import plan_values
+from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.planning.step import plan_step
 from danlu.planning.step_plan import StepPlan
 from danlu.planning.target import Target
@@ -43,10 +44,16 @@ class PlannedStep:
         return plan_values(self.plan, self.workload, self.target.cluster)
 
 
-def planned_step(recipe: Recipe, target: Target | None = None, lengths: Lengths | None = None) -> PlannedStep:
+def planned_step(
+    recipe: Recipe,
+    target: Target | None = None,
+    lengths: Lengths | None = None,
+    rollout_lengths: RolloutLengths | None = None,
+) -> PlannedStep:
     """Plans a step of a recipe.
 
-    target: the machine; None: this one. lengths: of the documents, by default those of the token cache. Raises
+    target: the machine; None: this one. lengths: of the documents, by default those of the token cache.
+    rollout_lengths: of drawn answers and their prompts, by default the longest. Raises
     RecipeError for a layout that the machine or the model cannot have, ModelError for a model that cannot be read.
     """
     check_planned(recipe)
@@ -56,6 +63,7 @@ def planned_step(recipe: Recipe, target: Target | None = None, lengths: Lengths 
     layout = _layout(recipe, config, target)
     judges = layout.tensor == 1 and recipe.parallel.shard == "none"
     workload = read_workload(recipe, config, lengths or document_lengths(recipe), judges=judges)
+    workload = replace(workload, rollout_lengths=rollout_lengths)
     return PlannedStep(workload, target, plan_step(workload, layout, target))
 
 
