@@ -94,3 +94,30 @@ def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
         file.write_text(line)
         with pytest.raises(Exception, match=message):
             read_lengths(file)
+
+
+def test_answers_are_as_long_as_a_file_has_them(
+    tiny_world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = {"config": None, "path": str(tiny_world.base)}
+    recipe = tiny_world.recipe(
+        tmp_path / "rl",
+        stage="grpo",
+        model=model,
+        batch={"prompts": 4, "sequences": None},
+        rewards=[{"kind": "exact", "column": "answer"}],
+        rollout={"samples": 2, "max_new_tokens": 32},
+        objective=None,
+    )
+    longest = planned(capsys, recipe, "--on", "A100-80G")
+    assert [*longest["rollout"]["phases"]] == ["hand_over_s", "rollout_s", "reward_s", "update_s"]
+    assert any("rollout.max_new_tokens (32)" in sentence for sentence in longest["assumptions"])
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"prompt_tokens": 5, "answer_tokens": [4, 8]}')
+    shorter = planned(capsys, recipe, "--on", "A100-80G", "--lengths", lengths)
+    assert shorter["rollout"]["total"] < 0.5 * longest["rollout"]["total"]
+    steps, hours = longest["training"]["steps"], longest["training"]["hours"]
+    assert hours == pytest.approx(steps * longest["rollout"]["total"] / 3600)
+    lengths.write_text("12\n[]")
+    assert danlu("plan", recipe, "--on", "A100-80G", "--lengths", lengths) == 3
+    assert "lengths.jsonl:2: not a mapping" in capsys.readouterr().err

@@ -295,6 +295,8 @@ def test_lengths_are_those_of_a_file(tmp_path: Path) -> None:
     of_run = RolloutLengths.of_file(recipe, file)
     assert of_run.prompts == (AskedPrompt(10, (4, 8)),) * 4
     assert "a token for each 3.0 characters" in of_run.assumption
+    file.write_text("3\n7\n\n5")
+    assert RolloutLengths.of_file(recipe, file).prompts[1] == AskedPrompt(54, (7, 5))
     for content, message in (
         ("", "lengths.jsonl: no line with lengths. Each line is"),
         ('{"a": 1}\n{', "lengths.jsonl:1: no answer_tokens and no answers. Each line is"),
@@ -302,6 +304,7 @@ def test_lengths_are_those_of_a_file(tmp_path: Path) -> None:
         ('{"answer_tokens": [3, 0]}', "lengths.jsonl:1: answer 2: 0 is no number of tokens, which is 1 or more"),
         ('{"prompt_tokens": "9", "answer_tokens": 3}', "lengths.jsonl:1: prompt_tokens: '9' is no number of tokens"),
         ("[]", "lengths.jsonl:1: not a mapping"),
+        ("3\n0", "lengths.jsonl:2: 0 is no number of tokens"),
     ):
         file.write_text(content)
         with pytest.raises(DataError) as error:

@@ -12,6 +12,7 @@ MEMORY = {
     "parts": {"weights": 12 * GIB, "adapter": 0, "gradients": 3 * GIB, "activations": 40 * GIB},
     "by_role": {"policy": 8 * GIB, "teacher": 4 * GIB},
     "kv_cache": 0,
+    "engine_copies": 0,
     "communication": GIB // 2,
     "allocated": 55 * GIB + GIB // 2,
     "reserved": None,
@@ -37,6 +38,7 @@ VALUES: dict[str, Any] = {
     },
     "tokens_per_second": 43_690.7,
     "mfu": 0.471,
+    "rollout": None,
     "training": {"steps": 1200, "tokens": 157_286_400, "hours": 1.0, "price": 40.0, "hours_per_billion_tokens": 6.36},
     "assumptions": ["an unmeasured link"],
 }
@@ -99,3 +101,25 @@ def test_changes_that_fit_come_alone() -> None:
         "  adapter=lora  81.00 GiB    few weights",
     ]
     assert list(change_lines([])) == ["== nothing that was tried saves memory: take more or larger cards (--on)"]
+
+
+def test_phases_of_a_rollout() -> None:
+    values = deepcopy(VALUES)
+    values["memory"] |= {"kv_cache": 2 * GIB, "engine_copies": GIB}
+    phases = {"hand_over_s": None, "rollout_s": 3.0, "update_s": 1.0}
+    values["rollout"] = {"steps": 2, "phases": phases, "total": 3.0, "slower": "rollouts"}
+    text = "\n".join(plan_lines(values, "grpo.yaml"))
+    for line in (
+        "  KV cache of rollouts            2.00 GiB",
+        "  copies of weights in rollouts   1.00 GiB",
+        "== seconds of a rollout and of the 2 steps that train on it: 3",
+        "  hand_over_s  unknown",
+        "  rollout_s          3  100.0%",
+        "  update_s           1   33.3%",
+        "  answers are drawn while the trainer works: the trainer waits for answers",
+    ):
+        assert line in text.splitlines(), f"{line}\n{text}"
+    assert "== seconds of a step" not in text and "1,200 steps" in text
+    values["rollout"] |= {"steps": 1, "slower": None}
+    text = "\n".join(plan_lines(values, "grpo.yaml"))
+    assert "the step that trains on it: 3" in text and "drawn while" not in text

@@ -78,6 +78,7 @@ def _memory(memory: RankMemory) -> dict[str, Any]:
         "parts": vars(memory.parts),
         "by_role": dict(memory.by_role),
         "kv_cache": memory.kv_cache,
+        "engine_copies": memory.engine_copies,
         "communication": memory.communication,
         "allocated": memory.allocated,
         "reserved": memory.reserved,

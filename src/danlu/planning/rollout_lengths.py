@@ -14,8 +14,8 @@ from danlu.recipe import Recipe
 from danlu.recipe.policy_scores import objective_section
 
 _FORM = (
-    'Each line is {"prompt_tokens": 64, "answer_tokens": [120, 87]}, or one of rollouts.jsonl, with the tokens of each '
-    "answer"
+    'Each line is {"prompt_tokens": 64, "answer_tokens": [120, 87]}, the tokens of one answer, or a line of a run\'s '
+    "rollouts.jsonl"
 )
 
 
@@ -121,6 +121,8 @@ def _line(content: str, where: str) -> _Line:
         line = json.loads(content)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}). {_FORM}") from None
+    if isinstance(line, int):
+        return _Line(None, 0, (_count(line, where),), 0)
     if not isinstance(line, dict):
         raise DataError(f"{where}: not a mapping. {_FORM}")
     prompt, characters = line.get("prompt_tokens"), 0

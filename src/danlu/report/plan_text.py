@@ -97,6 +97,7 @@ def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
 
     rows = [(_PARTS.get(part, part), size(count)) for part, count in memory["parts"].items() if count]
     rows += [("KV cache of rollouts", size(memory["kv_cache"]))] if memory["kv_cache"] else []
+    rows += [("copies of weights in rollouts", size(memory["engine_copies"]))] if memory["engine_copies"] else []
     rows += [("communication buffers", size(memory["communication"]))] if memory["communication"] else []
     rows.append(("allocated", size(memory["allocated"])))
     if memory["reserved"] is not None:
