@@ -26,7 +26,9 @@ from danlu.recipe import sections
 
 WIDTH, LENGTHS = 128, (64, 128, 192)
 CARD = Card("card", 1 << 30, 1e11, {"fp32": 1.25e12, "bf16": 5e12})  # of which products reach 1 and 4 TFLOP/s
-SPEEDS = CardSpeeds(CARD, Efficiency(product=0.5, attention=0.25, memory=0.5, call_s=1e-6, passes=MappingProxyType({})))
+SPEEDS = CardSpeeds(
+    CARD, Efficiency(product=0.5, narrow=0, attention=0.25, memory=0.5, call_s=1e-6, passes=MappingProxyType({}))
+)
 
 
 def config_of(mixer: str = "grouped", feed: str | None = None) -> ModelConfig:

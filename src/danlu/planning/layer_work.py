@@ -186,6 +186,7 @@ class _LayerWork:
         together = self.rank_of_call(operation)
         yield Product(self.tokens, together, inputs, self.streamed, adapter.rank / together, is_model=False)
         yield Product(self.tokens, outputs, adapter.rank, self.streamed, is_model=False)
+        yield Moved(self.tokens * outputs * self.element, "copy", self.streamed)
         if adapter.has_magnitude:  # the norms of W + s B A, and rows of W that are scaled
             yield Product(outputs, adapter.rank, inputs, self.streamed, is_model=False)
             yield Product(outputs, adapter.rank, adapter.rank, "fp32", is_model=False)

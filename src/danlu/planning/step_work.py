@@ -15,9 +15,10 @@ from danlu.recipe import sections
 
 _FLOAT32 = 4
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Elements of a parameter that Lion updates at a time."""
-_CODES_BYTES = 108
-"""Bytes of an element that decoding and encoding both 8-bit moments read and write (`optim.eight_bit`)."""
+"""Elements of a parameter that Lion and AdamW with 8-bit moments update at a time."""
+_CODES_BYTES = 180
+"""Bytes of an element that decoding and encoding both 8-bit moments read and write (`optim.eight_bit`). An update takes
+seven times as long with them on a CPU, and eight times on an H200 (benchmarks/RESULTS.md)."""
 _SVD_PRODUCTS = 20
 """Products of a matrix with itself that take as long as its singular vectors."""
 
@@ -119,9 +120,9 @@ def _parameter_update(
     count = math.prod(shape)
     match section:
         case sections.SGD():  # weight decay, momentum, its sum with the gradient, the weight
-            yield Moved((44 if section.momentum else 24) * count)
+            yield Moved((32 if section.momentum else 20) * count)
         case sections.Adafactor():  # squares and their means by rows and columns, the scaled gradient, its size
-            yield Moved(60 * count)
+            yield Moved(96 * count)
         case sections.Lion():
             at_once = min(count, _CHUNK[device])
             yield Moved(12 * at_once, passes=52 / 12 * count / at_once)
@@ -134,16 +135,16 @@ def _parameter_update(
             yield Moved(20 * count)
             square = Product(min(shape), min(shape), max(shape), "fp32", _SVD_PRODUCTS / section.update_every, False)
             yield square
-            yield from _moments(section, low_rank_shape(shape, rank))
+            yield from _moments(section, low_rank_shape(shape, rank), device)
         case _:
-            yield from _moments(section, shape)
+            yield from _moments(section, shape, device)
 
 
-def _moments(section: sections.Optimizer, shape: tuple[int, ...]) -> Iterator[Primitive]:
+def _moments(section: sections.Optimizer, shape: tuple[int, ...], device: str) -> Iterator[Primitive]:
     count, bits = math.prod(shape), eight_bits(section)
     yield Updated(count)
     if bits is not None and count >= bits.smallest:
-        at_once = min(count, 1 << 18)
+        at_once = min(count, _CHUNK[device])
         yield Moved(8 * at_once, passes=_CODES_BYTES / 8 * count / at_once)
 
 
