@@ -180,18 +180,17 @@ class PassSeconds:
         """The seconds of some operations, one after the other."""
         passes = dict.fromkeys(("forward", "backward_input", "backward_weight", "recompute", "accumulation"), 0.0)
         by_kind: dict[str, float] = {}
-        is_outside = False
+        is_outside, host = False, speeds.host()
         for operation in work:
             for name in passes:
                 primitives = operation.forward if name == "recompute" else getattr(operation, name)
-                if name == "recompute" and not operation.recomputed:
+                if not primitives or (name == "recompute" and not operation.recomputed):
                     continue
-                for primitive in primitives:
-                    seconds = primitive.seconds(speeds)
-                    is_outside |= seconds.extrapolated
-                    passes[name] += seconds
-                    if name != "accumulation":
-                        by_kind[operation.kind] = by_kind.get(operation.kind, 0.0) + seconds
+                each = [primitive.seconds(speeds) for primitive in primitives]
+                is_outside |= any(seconds.extrapolated for seconds in each)
+                passes[name] += (total := sum(each) + host)
+                if name != "accumulation":
+                    by_kind[operation.kind] = by_kind.get(operation.kind, 0.0) + total
         return cls(**passes, by_kind=MappingProxyType(by_kind), extrapolated=is_outside)
 
 

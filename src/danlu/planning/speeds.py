@@ -63,6 +63,9 @@ class Speeds(Protocol):
     def call(self) -> Seconds:
         """An operation on next to nothing."""
 
+    def host(self) -> Seconds:
+        """The time that Python and autograd add to an operation of a pass, where no device computes meanwhile."""
+
 
 @dataclass(frozen=True)
 class ProfileSpeeds:
@@ -99,6 +102,12 @@ class ProfileSpeeds:
     def call(self) -> Seconds:
         """An operation on next to nothing."""
         return self.profile.call_seconds()
+
+    def host(self) -> Seconds:
+        """The time that Python and autograd add to an operation of a pass, where no device computes meanwhile."""
+        if self.profile.machine.device != "cpu":
+            return Seconds(0.0)
+        return Seconds(self.profile.call_seconds(trained=True) / 2)
 
 
 EAGER_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType(
@@ -185,6 +194,10 @@ class CardSpeeds:
     def call(self) -> Seconds:
         """An operation on next to nothing."""
         return Seconds(self.efficiency.call_s)
+
+    def host(self) -> Seconds:
+        """Nothing: no kernel is shorter than the host's time for it."""
+        return Seconds(0.0)
 
     def _products(self, count: float, m: float, n: float, k: float, precision: str) -> Seconds:
         shortest = max(1.0, min(m, n, k))
