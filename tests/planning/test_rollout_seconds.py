@@ -85,6 +85,9 @@ class CountedSpeeds:
     def call(self) -> Seconds:
         return Seconds(self.calls)
 
+    def host(self) -> Seconds:
+        return Seconds(0.0)
+
 
 FLOPS, BYTES, CALLS, ELEMENTS = (CountedSpeeds(**{name: 1.0}) for name in ("flops", "bytes", "calls", "elements"))
 
