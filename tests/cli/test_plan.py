@@ -14,7 +14,8 @@ from danlu.planning.lengths import read_lengths
 
 @pytest.fixture
 def recipe(tiny_world: World, tmp_path: Path) -> Path:
-    return tiny_world.recipe(tmp_path / "run", model={"config": None, "path": str(tiny_world.base)})
+    cache = {"cache": str(tmp_path / "cache")}
+    return tiny_world.recipe(tmp_path / "run", model={"config": None, "path": str(tiny_world.base)}, data=cache)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert [sample["prompt"] for sample in sampled] == [prompt, prompt]
     assert {entry.name for entry in output.iterdir()} == {
         ".lock", "recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard",
-        "checkpoints", "model", "logs",
+        "checkpoints", "model", "logs", "plan.json",
     }  # fmt: skip
     assert {entry.name for entry in (output / "model").iterdir()} >= {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",

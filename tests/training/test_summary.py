@@ -138,7 +138,7 @@ def test_what_was_interrupted_after_training_is_summed_up_the_next_time(
     assert danlu("train", recipe) == 0
     assert "was finished already" not in capsys.readouterr().err
     again = summary_of(run)
-    of_this_process = {"peak_memory_bytes", "memory"}
+    of_this_process = {"peak_memory_bytes", "memory", "plan"}
     assert before.keys() == again.keys()
     assert {name: again[name] for name in again.keys() - of_this_process} == {
         name: before[name] for name in before.keys() - of_this_process

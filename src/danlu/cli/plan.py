@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from danlu import recipe as recipes
-from danlu.core.errors import RecipeError
+from danlu.core.errors import CheckpointError, RecipeError
+from danlu.core.run_files import PLAN
 from danlu.core.terminal import echo, print_status
 
 if TYPE_CHECKING:
@@ -96,4 +97,23 @@ def _refuse_with_run(options: Mapping[str, object]) -> None:
 
 
 def _show_run(folder: Path, *, as_json: bool) -> None:
-    raise RecipeError(f"{folder}: a folder")
+    """Prints the plan of a run next to what its steps took, as far as it has got. Raises DataError for a torn plan."""
+    from danlu.report.plan_comparison import comparison_lines, plan_of_record, read_plan
+    from danlu.report.plan_text import plan_lines
+    from danlu.report.run_record import read_record
+
+    plan = read_plan(folder)
+    if plan is None:
+        raise CheckpointError(
+            f"{folder}: no run with a plan ({PLAN}) is in this folder; runs of danlu write one when they start. Name a "
+            "recipe to plan it"
+        )
+    comparison = plan_of_record(plan, read_record(folder))
+    if as_json:
+        echo(json.dumps({"plan": plan, "measured": comparison}, allow_nan=False))
+        return
+    for line in plan_lines(plan, folder.resolve().name):
+        echo(line)
+    echo("\n== expected and measured, by part")
+    for line in comparison_lines(comparison):
+        echo(f"  {line}")

@@ -10,6 +10,7 @@ import typer
 
 from danlu.core.errors import CheckpointError, RecipeError
 from danlu.core.terminal import echo, print_status, printable
+from danlu.report.plan_comparison import comparison_rows
 from danlu.report.run_page import PAGE, page
 from danlu.report.run_report import RunReport, as_json, report_of, table
 from danlu.report.study_table import aligned
@@ -66,6 +67,9 @@ def _print(content: RunReport) -> None:
         echo(printable(aligned(rows)), end="")
     else:
         echo("no step has been logged yet")
+    if content.comparison is not None:
+        echo("expected when it began, and measured")
+        echo(aligned(comparison_rows(content.comparison)), end="")
     if samples.prompts:
         failed = samples.failures.total()
         echo(f"{samples.prompts:,} prompts, {samples.answers:,} answers; {failed:,} rewards were not given")

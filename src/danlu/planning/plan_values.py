@@ -14,7 +14,7 @@ from danlu.planning.workload import Workload
 from danlu.recipe import Recipe
 
 FORMAT = 1
-"""The format of plan.json; a change of a key's meaning raises it."""
+"""The format of plan.json, as `report.plan_comparison` reads it; a change of a key's meaning raises it."""
 
 
 def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 _GIB, _MIB = 2**30, 2**20
 _SMALL = 0.005
 """Kinds of operations that take a smaller share of a step are summed up."""
-_PARTS = {
+PARTS = {
     "weights": "weights",
     "adapter": "adapter",
     "gradients": "gradients",
@@ -23,6 +23,7 @@ _PARTS = {
     "gathered": "gathered parameters",
     "stash": "stashed weights",
 }
+"""Parts of the memory by the names of `MemoryParts` -> their names in a text."""
 _MOST_CHANGES = 5
 _ELLIPSIS = 12
 """Stages of a pipeline that are shown."""
@@ -65,7 +66,7 @@ def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for change in fitting or changes[:_MOST_CHANGES]:
         by = "" if change["seconds"] is None else f"{change['seconds']:.3g} s a step"
         rows.append((change["change"], f"{change['taken'] / _GIB:.2f} GiB", by, change["note"]))
-    yield from (f"  {line}" for line in _table(rows))
+    yield from (f"  {line}" for line in aligned_rows(rows, ends_with_text=True))
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
@@ -95,14 +96,14 @@ def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
     def size(count: float) -> str:
         return f"{count / divisor:,.2f} {unit}"
 
-    rows = [(_PARTS.get(part, part), size(count)) for part, count in memory["parts"].items() if count]
+    rows = [(PARTS.get(part, part), size(count)) for part, count in memory["parts"].items() if count]
     rows += [("KV cache of rollouts", size(memory["kv_cache"]))] if memory["kv_cache"] else []
     rows += [("copies of weights in rollouts", size(memory["engine_copies"]))] if memory["engine_copies"] else []
     rows += [("communication buffers", size(memory["communication"]))] if memory["communication"] else []
     rows.append(("allocated", size(memory["allocated"])))
     if memory["reserved"] is not None:
         rows.append(("reserved by the allocator", size(memory["reserved"])))
-    yield from (f"  {line}" for line in _table(rows))
+    yield from (f"  {line}" for line in aligned_rows(rows))
     taken = memory["allocated"] if memory["reserved"] is None else memory["reserved"]
     if values["fits"] is not None:
         verdict = "fits" if values["fits"] else "does not fit"
@@ -137,7 +138,7 @@ def _seconds_lines(values: Mapping[str, Any]) -> Iterator[str]:
         rows.append(("communication, exposed", f"{seconds['exposed']:.4g}", f"{seconds['exposed'] / total:.1%}"))
     if values["layout"]["pipeline"] > 1:
         rows.append(("pipeline bubble", f"{seconds['bubble']:.4g}", f"{seconds['bubble'] / total:.1%}"))
-    yield from (f"  {line}" for line in _table(rows))
+    yield from (f"  {line}" for line in aligned_rows(rows))
     axes = {axis: of_axis for axis, of_axis in seconds["communication"].items() if of_axis}
     if axes:
         listed = ", ".join(f"{axis} {of_axis:.4g}" for axis, of_axis in axes.items())
@@ -157,7 +158,7 @@ def _rollout_lines(values: Mapping[str, Any]) -> Iterator[str]:
     for phase, seconds in rollout["phases"].items():
         share = "" if seconds is None or not rollout["total"] else f"{seconds / rollout['total']:.1%}"
         rows.append((phase, "unknown" if seconds is None else f"{seconds:.4g}", share))
-    yield from (f"  {line}" for line in _table(rows))
+    yield from (f"  {line}" for line in aligned_rows(rows))
     if rollout["slower"] is not None:
         waits = "the trainer waits for answers" if rollout["slower"] == "rollouts" else "answers wait for the trainer"
         yield f"  answers are drawn while the trainer works: {waits}"
@@ -178,11 +179,12 @@ def _training(training: Mapping[str, Any]) -> Iterator[str]:
         yield f"{hours:,.2f} hours for a billion tokens"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields rows with columns of one width: the first left, numbers right, a text in the fourth as it is."""
+def aligned_rows(rows: Sequence[Sequence[str]], *, ends_with_text: bool = False) -> Iterator[str]:
+    """Yields rows as lines with columns of one width: the first flush left, the others flush right, but for a last one
+    of texts."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        if len(rest) > 2:
-            cells[3] = rest[2]
+        if ends_with_text:
+            cells[-1] = rest[-1]
         yield "  ".join(cells).rstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from danlu import __version__
 from danlu.core.terminal import printable
 from danlu.report.html_page import HtmlPage
+from danlu.report.plan_comparison import comparison_rows
 from danlu.report.rollout_samples import shortened
 from danlu.report.run_charts import PLOT, charts, format_value
 from danlu.report.run_report import RunReport, table
@@ -25,6 +26,7 @@ def page(report: RunReport) -> str:
         notes=report.notes,
         headings=headings,
         rows=rows,
+        comparison=[] if report.comparison is None else comparison_rows(report.comparison),
         charts=charts(record),
         plot=PLOT,
         samples=report.samples,

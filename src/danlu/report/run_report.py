@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from danlu.core.errors import DataError
+from danlu.report.plan_comparison import plan_of_record, read_plan
 from danlu.report.rollout_samples import RolloutSamples, read_samples
 from danlu.report.run_charts import REINFORCEMENT, UNSHOWN, format_value
 from danlu.report.run_record import Curve, RunRecord, read_record
@@ -45,6 +47,8 @@ class RunReport:
     state: str
     """The state of the run: running, finished or stopped."""
     samples: RolloutSamples
+    comparison: Mapping[str, Mapping[str, Any]] | None = None
+    """The plan of the run next to what it took; None where it has no plan that can be read."""
 
     @property
     def trends(self) -> list[Trend]:
@@ -75,7 +79,12 @@ def report_of(folder: Path, state: str) -> RunReport:
     """
     record = read_record(folder)
     weights = {} if record.recipe is None else record.recipe.reward_weights
-    return RunReport(record, state, read_samples(folder, weights))
+    try:
+        plan = read_plan(folder)
+    except DataError:  # torn, which `danlu plan` says
+        plan = None
+    comparison = None if plan is None else plan_of_record(plan, record)
+    return RunReport(record, state, read_samples(folder, weights), comparison)
 
 
 def table(report: RunReport) -> list[list[str]]:
@@ -100,6 +109,7 @@ def as_json(report: RunReport) -> dict[str, Any]:
             "events": len(record.events),
             "prompts": samples.prompts,
             "answers": samples.answers,
+            "plan": report.comparison,
             "failures": dict(samples.failures.most_common()),
             "rollouts": [asdict(rollout) for rollout in samples.rollouts],
             "notes": report.notes,

@@ -13,6 +13,7 @@ from danlu.assembly.document_lengths import document_lengths, with_named_tokeniz
 from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout, layout_of, problems
+from danlu.planning.cards import nvidia_devices
 from danlu.planning.cluster import Cluster
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.lengths import Lengths
@@ -73,27 +74,30 @@ def check_planned(recipe: Recipe) -> None:
         raise RecipeError("stage: classify trains no language model, and only steps of those are planned")
 
 
-def target_here(recipe: Recipe) -> Target:
-    """This machine, with as many processes as the recipe needs at least; on GPUs as many as there are.
+def target_here(recipe: Recipe, ranks: int | None = None, nodes: int = 1) -> Target:
+    """This machine with a number of processes, or a cluster of several like it; by default as many processes as the
+    recipe needs at least, and on GPUs as many as there are.
 
     Its speeds are those that `danlu bench machine` has measured, if it has; without links of several processes they
     count as unknown.
     """
-    fewest = fewest_processes(recipe.parallel)
-    device: Device | None = "cpu" if recipe.device == "cpu" else None
-    profile = MachineProfile.here(fewest, device=device)
-    if profile is None and fewest > 1:
-        profile = MachineProfile.here(1, device=device)
-    cluster = Cluster.here(profile, fewest if device == "cpu" or _is_cpu(profile) else None)
-    if cluster.ranks > 1 and not cluster.links:
-        return Target(Cluster.here(None, cluster.ranks))
+    device: Device = "cpu" if recipe.device == "cpu" or not nvidia_devices() else "cuda"
+    if ranks is None:
+        ranks = fewest_processes(recipe.parallel) if device == "cpu" else len(nvidia_devices())
+    here = ranks // nodes
+    profile = MachineProfile.here(here, device=device) or MachineProfile.here(1, device=device)
+    cluster = _several(Cluster.here(profile, here), nodes, ranks)
+    if ranks > 1 and not cluster.links:
+        return Target(replace(_several(Cluster.here(None, here), nodes, ranks), links=()))
     return Target(cluster, profile)
 
 
-def _is_cpu(profile: MachineProfile | None) -> bool:
-    from danlu.planning.cards import nvidia_devices
-
-    return not nvidia_devices() if profile is None else profile.machine.device == "cpu"
+def _several(cluster: Cluster, nodes: int, ranks: int) -> Cluster:
+    """The cluster with more nodes like its one; the links between them are those of the maker of its cards."""
+    if nodes == 1:
+        return cluster
+    own = Cluster.of_card(cluster.card, nodes, ranks // nodes) if cluster.links else replace(cluster, nodes=nodes)
+    return replace(own, host_memory_bytes=cluster.host_memory_bytes)
 
 
 def fewest_processes(section: Parallel) -> int:

@@ -245,6 +245,10 @@ def _train(
         memory_report.began(run, placed.budget)
         for line in memory_report.expected():
             log(line)
+        if ranks.leads and not session.is_dry:
+            from danlu.run.run_plan import write_plan
+
+            write_plan(into, recipe, world=ranks.world.size, micro=run.learner.micro, log=log)
         run.stop_request = stop_request
         if session.is_dry:
             if run.metrics is not None:
@@ -285,7 +289,11 @@ def _finish(
         session.log(flat)
     exported = export_result(run, placed.exporter, recipe, session.folder, session.log)
     if placed.policy.parallel.ranks.leads:
-        write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
+        from danlu.run.run_plan import plan_in_summary
+
+        plan = plan_in_summary(session.into, memory)
+        speed = None if peak is None else peak.to_json()
+        write_summary(run, exported[0], *_parameter_counts(run), memory, speed, plan)
     return Outcome(session.folder, run.state.step, 0, exported)
 
 

@@ -42,11 +42,12 @@ def write_summary(
     trained_parameters: int,
     memory: MemoryParts | None = None,
     peak: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> Path:
     """Sums up a run that has ended in the folder of its metrics file; `result` is the folder in it with the weights.
 
     parameters, trained_parameters: of the whole model, over all processes.   peak: the peak that `mfu` in its lines was
-    measured against.
+    measured against.   plan: what was expected of a step next to what it took.
 
     Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
     """
@@ -73,6 +74,7 @@ def write_summary(
         },
         "memory": None if memory is None else vars(memory),
         "peak": peak,
+        "plan": plan,
     }
     path = folder / SUMMARY
     try:
