@@ -32,9 +32,10 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic_counter import TrafficCounter
+from danlu.planning.gradient_borders import TrainedNames
+from danlu.planning.step_traffic import head_norms
 from danlu.planning.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
-from danlu.verification.collective_traffic import head_norms
 
 HAS_LISTS = torch.__version__ >= "2.12"
 """Whether gloo exchanges lists of tensors."""
@@ -333,7 +334,7 @@ def tensor_step(
             to_the_end=any(layer.post_mlp_norm is not None for layer in model.layers.values()),
         ),
         partial=partial,
-        head_norms=ROUNDS * TOKENS * head_norms(model, plan, 0),
+        head_norms=ROUNDS * TOKENS * head_norms(model.config, plan, TrainedNames(()), 0),
     )
     formula = list(tensor_traffic(said, ranks.layout, section))
     return traffic.counted(), [*formula, *data_traffic(weights, ranks.layout, section, micro_batches=ROUNDS)]

@@ -84,7 +84,7 @@ def test_per_token_is_six_n_and_attention() -> None:
 
 def test_importing_the_formulas_does_not_import_torch() -> None:
     modules = "danlu.planning.layer_seconds, danlu.planning.step_work, danlu.planning.cluster, danlu.optim.schedules"
-    modules += ", danlu.planning.rl_phases"
+    modules += ", danlu.planning.rl_phases, danlu.planning.context_layers, danlu.planning.collective_seconds"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

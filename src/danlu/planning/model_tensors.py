@@ -6,9 +6,10 @@ Imports no torch. Nothing is read but what the caller hands in of the base's fol
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from danlu.core.layer_types import TRAINED, Axis
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
@@ -32,6 +33,18 @@ class StoredBase(NamedTuple):
 
 
 UNSTORED = StoredBase()
+
+
+class FileAdapter(NamedTuple):
+    """An adapter that files describe: one below the trained one, or the one that is continued."""
+
+    section: Any
+    """Its section, as a recipe would have it."""
+    token_ids: Sequence[int] = ()
+    """The tokens with rows of their own."""
+
+
+NO_FILES: Mapping[str, FileAdapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -87,19 +100,24 @@ class ModelTensors:
 
 
 def policy_tensors(
-    recipe: Recipe, config: ModelConfig, stored: StoredBase = UNSTORED, token_ids: Sequence[int] = ()
+    recipe: Recipe,
+    config: ModelConfig,
+    stored: StoredBase = UNSTORED,
+    token_ids: Sequence[int] = (),
+    files: Mapping[str, FileAdapter] = NO_FILES,
 ) -> ModelTensors:
     """The tensors of the policy of a recipe.
 
-    token_ids: the tokens with rows that a new adapter trains. An adapter that is continued from files, and those below
-    the trained one, are left out. Raises RecipeError for an adapter that does not fit the model.
+    token_ids: the tokens with rows that a new adapter trains. files: by name the adapter that is continued from files,
+    and those below the trained one; what is not given is left out. Raises RecipeError for an adapter that does not fit
+    the model.
     """
     shapes = parameter_shapes(config)
     if recipe.adapter is None:
         return ModelTensors(
             tuple(_float32(name, shape, trained=not name.endswith(_UNTRAINED)) for name, shape in shapes.items())
         )
-    adapters = [] if isinstance(recipe.adapter, sections.Continue) else [*_adapter_tensors(recipe, config, token_ids)]
+    adapters = [*_adapter_tensors(recipe, config, token_ids, files)]
     copies = {each.name: each for each in adapters if each.name in shapes or each.name == "lm_head.weight"}
     section, linears = recipe.quantization, _linears(config) - copies.keys()
     if stored.section is not None:
@@ -143,8 +161,10 @@ def _linears(config: ModelConfig) -> set[str]:
     return {f"{site.name}.weight" for site in sites_of(config) if site.layer is not None}
 
 
-def _adapter_tensors(recipe: Recipe, config: ModelConfig, token_ids: Sequence[int]) -> Iterator[ModelTensor]:
-    """The tensors of the adapter that is trained, and of that of a model of values on the same base."""
+def _adapter_tensors(
+    recipe: Recipe, config: ModelConfig, token_ids: Sequence[int], files: Mapping[str, FileAdapter]
+) -> Iterator[ModelTensor]:
+    """The tensors of the adapter that is trained, of that of a model of values on the same base, and of files."""
     # A run without an adapter loads none of these.
     from danlu.adapters.shapes import shapes_of_adapter
     from danlu.adapters.targets import ROW_GROUPS
@@ -152,10 +172,11 @@ def _adapter_tensors(recipe: Recipe, config: ModelConfig, token_ids: Sequence[in
 
     sites, shapes = sites_of(config), parameter_shapes(config)
     tied = config.task == "causal-lm" and config.tie_word_embeddings
-    for name, section in ((TRAINED, recipe.adapter), (VALUE, value_adapter(recipe))):
-        if section is None:
+    added = {TRAINED: FileAdapter(recipe.adapter, token_ids), VALUE: FileAdapter(value_adapter(recipe)), **files}
+    for name, (section, row_ids) in added.items():
+        if section is None or isinstance(section, sections.Continue):
             continue
-        ids = dict.fromkeys(ROW_GROUPS, token_ids if name == TRAINED else ())
+        ids = dict.fromkeys(ROW_GROUPS, row_ids)
         tensors = shapes_of_adapter(
             name, section, sites, shapes, hf_name=lambda each: adapter_name(each, config), tied=tied, token_ids=ids
         )
@@ -164,7 +185,7 @@ def _adapter_tensors(recipe: Recipe, config: ModelConfig, token_ids: Sequence[in
                 place,
                 tensor.shape,
                 tensor.bytes,
-                tensor.trained,
+                tensor.trained and name in (TRAINED, VALUE),
                 is_parameter=not tensor.is_buffer,
                 of_adapter=True,
                 is_whole=place.endswith(".token_rows") or ".projection." in place or _is_whole(place),

@@ -90,10 +90,10 @@ def data_traffic(
     for of_experts in (False, True):
         own = [weight for weight in weights if weight.of_experts == of_experts]
         expert = layout.expert if of_experts else 1
-        yield from _among_data_ranks(own, layout, section, micro_batches, expert, _data_rank(layout, rank))
+        yield from _among_data_ranks(own, layout, section, micro_batches, expert, data_number(layout, rank))
 
 
-def _data_rank(layout: Layout, rank: int) -> int:
+def data_number(layout: Layout, rank: int) -> int:
     """The number of a rank among data and context ranks."""
     place = layout.coordinates(rank)
     return (place["replicate"] * layout.shard + place["shard"]) * layout.context + place["context"]
@@ -320,7 +320,7 @@ def expert_traffic(
         rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients
         counts += each.micro_batches * each.num_experts
         calls += each.micro_batches * (2 * each.runs + each.output_gradients + each.input_gradients)
-    number = _data_rank(layout, rank)
+    number = data_number(layout, rank)
     group = _DataGroup(layout, number - number % layout.expert, 1, layout.expert)
     if rows:  # counted as they are: the share that stays here is no n-th of them
         row_bytes = Fraction(rows * hidden_size * element_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
@@ -14,7 +15,7 @@ from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import ModelConfig
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
-from danlu.planning.model_tensors import UNSTORED, ModelTensors, policy_tensors
+from danlu.planning.model_tensors import NO_FILES, UNSTORED, FileAdapter, ModelTensors, policy_tensors
 from danlu.recipe import Recipe, sections
 from danlu.recipe.roles import task_of
 from danlu.recipe.value import value_share
@@ -75,7 +76,7 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
         return None
 
 
-def tensors_of(recipe: Recipe, config: ModelConfig) -> ModelTensors:
-    """The tensors of the policy of a recipe, as a run on this base would keep them."""
+def tensors_of(recipe: Recipe, config: ModelConfig, files: Mapping[str, FileAdapter] = NO_FILES) -> ModelTensors:
+    """The tensors of the policy of a recipe, as a run on this base would keep them. files: as `policy_tensors` has."""
     stored = UNSTORED if recipe.adapter is None else stored_base(recipe.model, config)
-    return policy_tensors(recipe, config, stored, trained_tokens(recipe.model, recipe.adapter))
+    return policy_tensors(recipe, config, stored, trained_tokens(recipe.model, recipe.adapter), files)

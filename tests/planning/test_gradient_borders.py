@@ -10,7 +10,7 @@ from builders.recompute import decoder
 
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.verification.collective_traffic import first_half_with_gradient, halves_with_gradients
+from danlu.planning.gradient_borders import TrainedNames, first_half_with_gradient, halves_with_gradients
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -57,9 +57,10 @@ def test_gradients_cross_these_borders(name: str, trained: tuple[str, ...]) -> N
     model = decoder(**MODELS[name]).requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter_name.startswith(tuple(f"{each}." for each in trained)))
-    found = halves_with_gradients(model)
+    names = TrainedNames(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad))
+    found = halves_with_gradients(names, model.chunks, model.config)
     assert found == crossed(model)
-    first, between = first_half_with_gradient(model)
+    first, between = first_half_with_gradient(names, model.chunks)
     in_a_row = set(range(first, 10)), set(range(max(first - 1 + between, 0), 10))
     if not model.config.layers[0].parallel:
         assert found == in_a_row
