@@ -17,9 +17,9 @@ from danlu.parallel.layout import layout_of
 from danlu.planning.step_traffic import MicroBatch, RankModel, step_traffic
 from danlu.recipe import load, sections
 from danlu.run.read_workload import read_workload
-from danlu.verification.collective_traffic import batch_shapes
+from danlu.verification.collective_traffic import batch_shapes, decoder_traffic
 from danlu.verification.proxy import Proxy, ProxyTraining
-from danlu.verification.step_traffic import measure_step_traffic
+from danlu.verification.step_traffic import count_step_traffic
 
 DEEP = {**CONFIG, "num_hidden_layers": 4}
 LATENT = {
@@ -67,12 +67,11 @@ def counted_and_predicted(
     items = steps_of(1, 5)[0]
     with pretended_rank(layout, rank) as ranks:
         training = ProxyTraining(recipe, Proxy(config), ranks, torch.device("cpu"), micro=2)
-        traffic = measure_step_traffic(training, items)
-        numbers = training.learner.micro_batches(items)
-        micro_batches = [[(number, items[number]) for number in own] for own in numbers]
+        counted, micro_batches = count_step_traffic(training, items)
+        own = decoder_traffic(training, micro_batches)
         shapes = batch_shapes(training.learner, micro_batches)  # type: ignore[arg-type]
     workload = read_workload(recipe, config, judges=False)
-    return traffic.counted, traffic.predicted, step_traffic(RankModel.of(workload, layout, rank), shapes)
+    return counted, own, step_traffic(RankModel.of(workload, layout, rank), shapes)
 
 
 def fits(counted: list[CollectiveTraffic], predicted: list[CollectiveTraffic]) -> bool:

@@ -42,7 +42,7 @@ def _balances_documents(model: RankModel) -> bool:
 
 
 def context_layers(model: RankModel) -> list[ContextLayer]:
-    """What each layer of a rank sends, recomputation included."""
+    """The tensors that each layer of a rank sends, recomputation included."""
     first, _ = first_half_with_gradient(model.trained, model.chunks)
     places = {entry.layer: place for place, entry in enumerate(model.plan)}
 

@@ -11,7 +11,7 @@ from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.training.executor import Executor
 from danlu.training.learner import StepItems
 from danlu.verification.collective_traffic import COUNTED_STEP, classifier_traffic, decoder_traffic
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,14 @@ class StepTraffic:
 
 
 def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> StepTraffic:
-    """Counts one step, like all others of a run.
+    """Counts one step, like all others of a run, and predicts what it sends."""
+    counted, micro_batches = count_step_traffic(training, items)
+    predict = classifier_traffic if training.proxy.config is None else decoder_traffic
+    return StepTraffic(counted, predict(training, micro_batches))
+
+
+def count_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> tuple[list[CollectiveTraffic], MicroBatches]:
+    """Counts what one step sends, and returns its micro-batches too.
 
     Only forward and backward passes and the sums of gradients: the numbers computed may be meaningless (under
     `fake_process_group`), so nothing is clipped or updated.
@@ -35,6 +42,4 @@ def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> Step
         Executor(learner, step_items).run(learner.parallel.actions(len(numbers)))
         for _, parameter in training.placed.parameters():
             parameter.grad = None
-    micro_batches = [[(number, items[number]) for number in of_one] for of_one in numbers]
-    predict = classifier_traffic if training.proxy.config is None else decoder_traffic
-    return StepTraffic(traffic.counted(), predict(training, micro_batches))
+    return traffic.counted(), [[(number, items[number]) for number in of_one] for of_one in numbers]
