@@ -55,7 +55,7 @@ class MicroBatch(NamedTuple):
     targets: int
     """Tokens with a loss, padding included."""
     cut_rows: tuple[int, ...] = ()
-    """Of each context rank the tokens of documents that are cut."""
+    """Tokens of documents that are cut, of each context rank."""
     documents: int = 0
     """Documents on all context ranks, padding included."""
 
