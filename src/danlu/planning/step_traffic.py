@@ -69,8 +69,8 @@ class MicroBatch(NamedTuple):
 class Rows(NamedTuple):
     """Rows of a layer's tokens in a step that travel to ranks with other experts."""
 
-    sent: int
-    received: int
+    leaving: int
+    arriving: int
 
 
 @dataclass(frozen=True)
@@ -389,8 +389,8 @@ def row_exchanges(
         own = Rows(evenly, evenly) if rows is None else rows[entry.layer]
         has_input_gradient = 2 * place + 1 >= first_with_gradient
         yield RowExchange(
-            sent_rows=own.sent,
-            received_rows=own.received,
+            sent_rows=own.leaving,
+            received_rows=own.arriving,
             num_experts=feed.num_experts,
             micro_batches=len(micro_batches),
             runs=1 + (entry.kind == "full") + gives_input,
