@@ -11,7 +11,7 @@ from builders.small_config import small_config
 from builders.small_layers import FEEDS, MIXERS
 
 from danlu.models.config import ModelConfig
-from danlu.planning.batch_shape import BatchShape, DocumentRun, RankShare
+from danlu.planning.batch_shape import BatchShape, ContextCut, DocumentRun, RankShare
 from danlu.planning.cards import Card, find_card
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.layer_graph import LayerGraph, LayerTraining, LowRankAdapter
@@ -78,6 +78,16 @@ def test_branches_see_the_tokens_before_them() -> None:
     assert flops(attend.forward) == pairs * 8 * 4 * 16
 
 
+def test_context_ranks_share_the_pairs_of_whole_documents() -> None:
+    graph = graph_of()
+    lengths = [length // 4 for length in LENGTHS]
+    batch = replace(BatchShape.of_lengths(lengths, 4), context=ContextCut(ring=2, heads=2))
+    work = layer_work(replace(graph, batch=batch))
+    assert 4 * flops(passes(work, "forward")) == flops(passes(layer_work(graph), "forward"))
+    alone = layer_work(replace(graph, batch=replace(batch, context=None)))
+    assert 4 * flops(passes(alone, "forward")) < flops(passes(layer_work(graph), "forward"))  # control
+
+
 def test_tensor_ranks_share_products() -> None:
     graph = graph_of()
     halves = layer_work(replace(graph, share=RankShare(2)))
@@ -123,8 +133,14 @@ def test_recomputed_functions_run_again() -> None:
         "attention_norm", "mlp_norm", "attention.rotate_q", "attention.rotate_k", "attention.attend",
         "mlp.gated_activation",
     }  # fmt: skip
-    again = {each.name for each in layer_work(replace(graph, recompute="elementwise")) if each.recomputed}
+    work = layer_work(replace(graph, recompute="elementwise"))
+    again = {each.name for each in work if each.recomputed}
     assert again == {"attention_norm", "mlp_norm", "mlp.gated_activation"}
+    attend = next(each for each in work if each.kind == "attention")
+    assert flops(attend.backward_input, of_model=False) == flops(attend.forward)  # the probabilities of short documents
+    long = replace(graph, recompute="elementwise", batch=BatchShape.of_lengths((1000,), 4))
+    attend = next(each for each in layer_work(long) if each.kind == "attention")
+    assert flops(attend.backward_input, of_model=False) == 0
 
 
 def test_sums_of_gradients_are_those_of_values_with_several_readers() -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from danlu.models.layer_operations import ENTER
 from danlu.models.layer_spec import Experts
-from danlu.models.mixer_spec import Delta, Latent
+from danlu.models.mixer_spec import Delta, Heads, Latent
 from danlu.models.operations import ROTATION, Operation
 from danlu.planning.flops import attention_pairs
 from danlu.planning.layer_graph import LayerGraph, LowRankAdapter
@@ -302,15 +302,16 @@ class _LayerWork:
         values = mixer.v_head_dim if isinstance(mixer, Latent) else mixer.head_dim
         # Flash kernels know one width, and are given narrower values filled up with zeros.
         width = max(mixer.head_dim, values)
+        ranks = 1 if batch.context is None else batch.context.ring * batch.context.heads
         runs = Counter(run for document in batch.documents for run in document)
         for run, count in runs.items():
-            keys = run.tokens + run.before
-            pairs = attention_pairs((keys,), mixer.window) - attention_pairs((run.before,), mixer.window)
+            keys, before = (run.tokens + run.before) * ranks, run.before * ranks
+            pairs = attention_pairs((keys,), mixer.window) - attention_pairs((before,), mixer.window)
             length = keys if mixer.window is None else min(keys, 2 * mixer.window)
             yield Attention(
                 count,
                 length,
-                pairs,
+                pairs / ranks,
                 mixer.heads // degree,
                 width,
                 2 * (mixer.head_dim + values),
@@ -319,11 +320,12 @@ class _LayerWork:
             )
 
     def attention_gradient(self, operation: Operation) -> Iterator[Primitive]:
+        batch, mixer = self.graph.batch, self.graph.spec.mixer
         for forward in self.attention(operation):
-            if self.graph.recompute == "elementwise" and self.graph.batch.kernels == "cpu":
-                short = forward.length <= self.graph.batch.short_document or forward.length < forward.pairs
-                if short:  # probabilities are made again
-                    yield forward._replace(is_model=False)
+            is_windowed = isinstance(mixer, Heads) and mixer.window is not None
+            in_blocks = forward.length <= batch.short_document or is_windowed
+            if self.graph.recompute == "elementwise" and batch.kernels == "cpu" and in_blocks:
+                yield forward._replace(is_model=False)  # probabilities are made again
             yield forward._replace(backward=True)
 
     def scan(self, *, backward: bool) -> Iterator[Primitive]:

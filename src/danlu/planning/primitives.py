@@ -64,8 +64,8 @@ class Attention(NamedTuple):
     documents: int
     length: int
     """Tokens of the document that is taken for each: at most twice a window."""
-    pairs: int
-    """Pairs of a query and a key of one head in one of the documents."""
+    pairs: float
+    """Pairs of a query and a key of one head in one of the documents; of context ranks the mean of all."""
     heads: int
     width: int
     """The width of a head, as the kernel computes it."""
