@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,12 @@ TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manu
 
 
 def hugging_face(base: Path) -> Any:
+    """A model of transformers that is the caller's own; a folder that has not changed is read once."""
+    return copy.deepcopy(_read(base, tuple((file.name, file.stat().st_mtime_ns) for file in sorted(base.iterdir()))))
+
+
+@functools.lru_cache(maxsize=16)
+def _read(base: Path, files: tuple[tuple[str, int], ...]) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
 
 

@@ -116,9 +116,9 @@ def passes(case: Case, order: str, dtype: torch.dtype = torch.float32, *, counts
 @pytest.mark.parametrize("name", CASES)
 def test_a_split_backward_pass_has_the_bits_of_a_whole_one(name: str) -> None:
     case = CASES[name]()
-    for dtype in (torch.float32, torch.bfloat16):
-        assert same_bits(passes(case, SPLIT, dtype), passes(case, WHOLE, dtype)), dtype
+    assert same_bits(passes(case, SPLIT, torch.bfloat16), passes(case, WHOLE, torch.bfloat16))
     whole = passes(case, WHOLE)
+    assert same_bits(passes(case, SPLIT), whole)
     wrap(case.model, [LayerPlan(layer, "full") for layer in range(len(case.model.layers))])
     assert same_bits(passes(case, SPLIT), whole)
 
