@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from pathlib import Path
 from planner.architectures import Architecture, read_architectures
 from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
 from planner.engines import read_engines
+from planner.own_figures import errors, figures
 from planner.published_cards import card
 from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
 from planner.speed import REFERENCE, Constants, Prepared, fit, leaving_out, with_factors
@@ -134,6 +136,19 @@ def print_speed(runs: list[PublishedRun]) -> None:
     table(f"Constants of {REFERENCE}, one factor of the engine's other rows", others, by_engine)
     by_card = with_factors(others, constants, lambda run: (run.engine, run.card))
     table(f"Constants of {REFERENCE}, one factor of the other rows of engine and card", others, by_card)
+    print_own_figures()
+
+
+def print_own_figures() -> None:
+    """Prints danlu's own figures on GPUs beside what its roofline expects, whose constants were set by them."""
+    own = list(figures())
+    print("\n### danlu's own figures\n\n| step | card | tokens/s | expected | error |\n|---|---|---|---|---|")
+    wrong = errors(own)
+    for figure, error in zip(own, wrong, strict=True):
+        expected = figure.tokens_per_s * (1 + error)
+        print(f"| {figure.name} | {figure.card} | {figure.tokens_per_s:,} | {expected:,.0f} | {error:+.1%} |")
+    sizes = sorted(map(abs, wrong))
+    print(f"\nMedian {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, signed {statistics.median(wrong):+.1%}.")
 
 
 def _table(results: Iterable[tuple[PublishedRun, float | None, float]]) -> None:
