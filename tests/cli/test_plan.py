@@ -65,6 +65,26 @@ def test_changes_make_it_fit(recipe: Path, capsys: pytest.CaptureFixture[str], t
     assert "== each of these changes alone makes it fit" in capsys.readouterr().out
 
 
+def test_the_largest_that_fit(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def taken(*overrides: str) -> int:
+        return int(planned(capsys, recipe, "--on", "A100-80G", *overrides)["memory"]["allocated"])
+
+    of_one, of_two, longer = (
+        taken("batch.micro=1"),
+        taken("batch.micro=2"),
+        taken("batch.micro=1", "data.max_length=128"),
+    )
+    assert of_one < of_two and of_one < longer  # controls: neither fits where one just does
+    values = planned(capsys, recipe, "--fits", f"{of_one / 1000:.3f}KB")
+    assert (values["memory_bytes"], values["per_step"], values["model"]) == (of_one, 4, None)
+    assert values["micro"] == {"value": 1, "taken": of_one} and values["max_length"] == {"value": 64, "taken": of_one}
+    values = planned(capsys, recipe, "--fits", f"{max(of_two, longer) / 1000:.3f}KB")
+    assert values["micro"] == {"value": 2, "taken": of_two} and values["max_length"] == {"value": 128, "taken": longer}
+    assert planned(capsys, recipe, "--fits", "24GB")["model"]["parameters"] > 5e8
+    assert danlu("plan", recipe, "--fits", "24") != 0
+    assert "--fits: '24' is no size" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from danlu.report.plan_text import change_lines, plan_lines
+from danlu.report.plan_text import change_lines, limit_lines, plan_lines
 
 GIB = 2**30
 MEMORY = {
@@ -123,3 +123,15 @@ def test_phases_of_a_rollout() -> None:
     values["rollout"] |= {"steps": 1, "slower": None}
     text = "\n".join(plan_lines(values, "grpo.yaml"))
     assert "the step that trains on it: 3" in text and "drawn while" not in text
+
+
+def test_limits_as_text() -> None:
+    model = {"value": "Qwen3-0.6B", "taken": 14 * GIB, "parameters": 596_049_920}
+    limits = {"memory_bytes": 22 * GIB, "card": "a card of 24 GB", "processes": 1, "per_step": 16}
+    limits |= {"context_length": 32768, "micro": {"value": 2, "taken": 15 * GIB}, "max_length": None, "model": model}
+    assert list(limit_lines(limits, "sft.yaml")) == [
+        "sft.yaml on a card of 24 GB with 22.00 GiB: one process",
+        "  largest batch.micro                         2  15.00 GiB  of 16 in a step",
+        "  largest data.max_length  64 tokens do not fit             of 32,768 positions",
+        "  largest model                      Qwen3-0.6B  14.00 GiB  of published sizes, with batch.micro=1",
+    ]

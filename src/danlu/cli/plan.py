@@ -15,6 +15,7 @@ from danlu.core.run_files import PLAN
 from danlu.core.terminal import echo, print_status
 
 if TYPE_CHECKING:
+    from danlu.planning.cluster import Cluster
     from danlu.planning.lengths import Lengths
     from danlu.planning.rollout_lengths import RolloutLengths
     from danlu.run.planned_step import PlannedStep
@@ -33,6 +34,10 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Lengths of documents or answers: a number a line, or rollouts.jsonl."),
     ] = None,
+    fits: Annotated[
+        str | None,
+        typer.Option(metavar="MEMORY", help="Find the largest batch, length and model for cards of so much: 24GB."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, as plan.json, for scripts.")] = False,
 ) -> None:
     """Say what a step of `danlu train` takes: memory by part, seconds by operation, hours and price; nothing is run.
@@ -40,7 +45,7 @@ def plan(
     Where it does not fit, single changes that make it fit. Of a run's folder, what was expected next to what it took.
     """
     if recipe.is_dir():
-        _refuse_with_run({"--on": on, "--lengths": lengths, "key=value": overrides or None})
+        _refuse_with_run({"--on": on, "--lengths": lengths, "--fits": fits, "key=value": overrides or None})
         _show_run(recipe, as_json=as_json)
         return
     loaded = recipes.load(recipe, overrides or [])
@@ -51,6 +56,12 @@ def plan(
 
     for note in loaded.notes:
         print_status(note)
+    if fits is not None:
+        with loaded.naming_places():
+            _show_limits(
+                loaded.recipe, recipe.name, _memory(fits), None if on is None else Cluster.of(on), as_json=as_json
+            )
+        return
     target = None if on is None else Target(Cluster.of(on))
     with loaded.naming_places():
         planned = planned_step(loaded.recipe, target, *_lengths(loaded.recipe, lengths))
@@ -60,6 +71,29 @@ def plan(
         echo(json.dumps(values if changes is None else {**values, "changes": changes}, allow_nan=False))
         return
     _print(values, recipe.name, changes)
+
+
+def _memory(text: str) -> int:
+    from danlu.planning.cluster import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise RecipeError(f"--fits: {error}") from None
+
+
+def _show_limits(
+    recipe: recipes.Recipe, name: str, memory_bytes: int, cluster: Cluster | None, *, as_json: bool
+) -> None:
+    from danlu.report.plan_text import limit_lines
+    from danlu.run.plan_limits import limits
+
+    values = limits(recipe, memory_bytes, cluster)
+    if as_json:
+        echo(json.dumps(values, allow_nan=False))
+        return
+    for line in limit_lines(values, name):
+        echo(line)
 
 
 def _lengths(recipe: recipes.Recipe, file: Path | None) -> tuple[Lengths | None, RolloutLengths | None]:

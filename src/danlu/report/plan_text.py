@@ -69,6 +69,31 @@ def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from (f"  {line}" for line in aligned_rows(rows, ends_with_text=True))
 
 
+def limit_lines(limits: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yields the lines of the largest batch, length and model that fit, as `run.plan_limits.limits` gives them."""
+    count = limits["processes"]
+    each = "one process" if count == 1 else f"{count:,} processes"
+    yield f"{name} on {limits['card']} with {limits['memory_bytes'] / _GIB:.2f} GiB: {each}"
+    micro, length, model = limits["micro"], limits["max_length"], limits["model"]
+    rows = [
+        ["largest batch.micro", *_limit(micro, "1 sequence does not fit"), f"of {limits['per_step']:,} in a step"],
+        [
+            "largest data.max_length",
+            *_limit(length, "64 tokens do not fit"),
+            f"of {limits['context_length']:,} positions",
+        ],
+        ["largest model", *_limit(model, "the smallest does not fit"), "of published sizes, with batch.micro=1"],
+    ]
+    yield from (f"  {line}" for line in aligned_rows(rows, ends_with_text=True))
+
+
+def _limit(limit: Mapping[str, Any] | None, none: str) -> tuple[str, str]:
+    if limit is None:
+        return none, ""
+    value = limit["value"]
+    return value if isinstance(value, str) else f"{value:,}", f"{limit['taken'] / _GIB:.2f} GiB"
+
+
 def _machine(machine: Mapping[str, Any]) -> str:
     nodes, each, memory = machine["nodes"], machine["cards_per_node"], machine["memory_bytes"]
     cards = f"{each} x {machine['card']}" if each > 1 or nodes > 1 else machine["card"]

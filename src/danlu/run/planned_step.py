@@ -50,16 +50,19 @@ def planned_step(
     target: Target | None = None,
     lengths: Lengths | None = None,
     rollout_lengths: RolloutLengths | None = None,
+    *,
+    config: ModelConfig | None = None,
 ) -> PlannedStep:
     """Plans a step of a recipe.
 
     target: the machine; None: this one. lengths: of the documents, by default those of the token cache.
-    rollout_lengths: of drawn answers and their prompts, by default the longest. Raises
-    RecipeError for a layout that the machine or the model cannot have, ModelError for a model that cannot be read.
+    rollout_lengths: of drawn answers and their prompts, by default the longest. config: of another model in place of
+    the recipe's. Raises RecipeError for a layout that the machine or the model cannot have, ModelError for a model that
+    cannot be read.
     """
     check_planned(recipe)
     recipe = recipe.model_copy(update={"model": with_named_tokenizer(recipe.model)})
-    config = planned_config(recipe)
+    config = config or planned_config(recipe)
     target = target or target_here(recipe)
     layout = _layout(recipe, config, target)
     judges = layout.tensor == 1 and recipe.parallel.shard == "none"
