@@ -34,6 +34,9 @@ def test_a_ring_waits_for_its_bytes_and_once_a_step_for_its_link() -> None:
         (traffic("all-gather", 4, 2, 90 * MIB, 5), 90 * MIB / 400e9 + 5 * 3 * 5e-6),
         (traffic("reduce-scatter", 4, 8, 90 * MIB, 5), 90 * MIB / 50e9 + 5 * 3 * 20e-6),
         (traffic("all-to-all", 16, 1, MIB), MIB / 50e9 + 15 * 20e-6),
+        # Four ranks in each of two nodes: four rings; three steps inside of each node, and one between them.
+        (traffic("all-gather", 8, 2, 90 * MIB), 90 * MIB / 200e9 + 2 * 3 * 5e-6 + 20e-6),
+        (traffic("all-reduce", 32, 1, 90 * MIB), 90 * MIB / 400e9 + 2 * (4 * 7 * 5e-6 + 3 * 20e-6)),
         (traffic("point-to-point", 2, 4, MIB, 6), MIB / 400e9 + 6 * 5e-6),
     ]
     for each, seconds in cases:
