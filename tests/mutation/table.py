@@ -1103,6 +1103,33 @@ MUTATIONS: tuple[Mutation, ...] = (
         "training/test_loop.py",
     ),
     Mutation(
+        "parallel/data.py",
+        "outermost = lowest if lowest == 0 else parallel.chunks[-1]",
+        "outermost = lowest",
+        "planning/test_step_traffic.py",
+        "interleaved",
+    ),
+    Mutation(
+        "parallel/collective_traffic.py",
+        "needed = -(-(place - rest) // forward)",
+        "needed = 1",
+        "planning/test_collective_seconds.py",
+        "axes_of_data_ranks",
+    ),
+    Mutation(
+        "planning/step_traffic.py",
+        "sizes[dim] = max(0, min(each, sizes[dim] - each * (number % shards)))",
+        "sizes[dim] = each",
+        "planning/test_step_traffic.py",
+    ),
+    Mutation(
+        "planning/collective_seconds.py",
+        "if link.ranks is not None and link.ranks % extent == 0 and link.ranks < cluster.ranks:",
+        "if link.ranks is not None and extent <= link.ranks < cluster.ranks:",
+        "planning/test_collective_seconds.py",
+        "slowest_link",
+    ),
+    Mutation(
         "parallel/gradient_buckets.py",
         "self._started = 0 if is_last else None",
         "self._started = 0",

@@ -33,7 +33,7 @@ LATENT = {
     "first_k_dense_replace": 2,
 }
 SHARDED = {"shard": "zero3", "replicate": 2, "tensor": 2, "sequence": True}
-LORA = {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"]}
+LORA = {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"], "rank": 3}
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "copies of shards, sequence": (8, 7, {"parallel": SHARDED, "memory": "full", "model": {"config": DEEP}}),
     "sandwiched norms": (4, 1, {"parallel": {"tensor": 2}, "model": {"config": {**CONFIG, "model_type": "gemma2"}}}),
@@ -49,6 +49,14 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
         4,
         3,
         {"parallel": {"pipeline": {"stages": 2, "schedule": "zbv"}, "tensor": 2}, "model": {"config": DEEP}},
+    ),
+    "copies of shards, interleaved": (
+        8,
+        7,
+        {
+            "parallel": {"pipeline": {"stages": 2, "schedule": "interleaved"}, "shard": "zero3", "replicate": 2},
+            "model": {"config": DEEP},
+        },
     ),
     "prefixes on stages": (
         2,

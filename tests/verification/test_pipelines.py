@@ -27,6 +27,11 @@ BALANCED = "router={balance: step, rate: 0.01}"
 LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
     "1f1b, tied": ([PIPELINE], None, "pipeline 2"),
     "interleaved": (["parallel={pipeline: {stages: 2, schedule: interleaved}}"], None, "pipeline 2"),
+    "interleaved, copies of shards": (
+        ["parallel={pipeline: {stages: 2, schedule: interleaved}, shard: zero3, replicate: 2, data: 2}"],
+        "untied",
+        "zero3, data 2 x pipeline 2",
+    ),
     "vera": ([PIPELINE, VERA], "base", "pipeline 2, vera"),
     "qlora": ([PIPELINE, LORA, "quantization=nf4"], "base", "pipeline 2, lora, nf4"),
     "experts": ([PIPELINE, BALANCED], "mixtral", "pipeline 2"),

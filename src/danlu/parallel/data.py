@@ -149,6 +149,8 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
     """
     root: Any = model
     lowest, *others = parallel.chunks  # the last backward pass of a step is one of the lowest
+    # Parameters outside of layers are those of the first chunk or, on the stage of the head alone, of the last one.
+    outermost = lowest if lowest == 0 else parallel.chunks[-1]
 
     def prepare(units: Iterable[Any], is_last: bool) -> None:
         for unit in units:
@@ -162,8 +164,7 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
 
     def prepare_backward(is_last: bool, chunk: int) -> None:
         root.set_is_last_backward(is_last and chunk == lowest)
-        # Parameters outside of layers belong to the first chunk or to the last one, and is complete in the end.
-        prepare(outside, is_last and chunk == lowest)
+        prepare(outside, is_last and chunk == outermost)
         prepare(units.get(chunk, ()), is_last)
         # FSDP2 ends each backward pass with all units; those of chunks that are still to come have to stay gathered.
         for lower in (other for other in units if other < chunk and section.shard != "zero3"):
