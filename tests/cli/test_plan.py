@@ -65,6 +65,17 @@ def test_changes_make_it_fit(recipe: Path, capsys: pytest.CaptureFixture[str], t
     assert "== each of these changes alone makes it fit" in capsys.readouterr().out
 
 
+def test_neighbours_are_planned(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--on", "4xA100-80G", "batch.micro=1"]
+    values = planned(capsys, recipe, *on, "parallel.tensor=2", "--neighbours")
+    layouts = {layout["change"]: layout for layout in values["neighbours"]}
+    assert {"parallel.tensor=1", "parallel.tensor=4", "parallel.pipeline=2", "parallel.shard=zero3"} <= layouts.keys()
+    assert "parallel.expert=2" not in layouts  # the model has no experts
+    one = planned(capsys, recipe, *on, "parallel.tensor=1")
+    assert layouts["parallel.tensor=1"]["taken"] == one["memory"]["allocated"] != values["memory"]["allocated"]
+    assert layouts["parallel.tensor=1"]["seconds"] == one["seconds"]["total"] != values["seconds"]["total"]
+
+
 def test_the_largest_that_fit(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def taken(*overrides: str) -> int:
         return int(planned(capsys, recipe, "--on", "A100-80G", *overrides)["memory"]["allocated"])

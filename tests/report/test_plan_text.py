@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from danlu.report.plan_text import change_lines, limit_lines, plan_lines
+from danlu.report.plan_text import change_lines, limit_lines, neighbour_lines, plan_lines
 
 GIB = 2**30
 MEMORY = {
@@ -134,4 +134,20 @@ def test_limits_as_text() -> None:
         "  largest batch.micro                         2  15.00 GiB  of 16 in a step",
         "  largest data.max_length  64 tokens do not fit             of 32,768 positions",
         "  largest model                      Qwen3-0.6B  14.00 GiB  of published sizes, with batch.micro=1",
+    ]
+
+
+def test_neighbours_as_text() -> None:
+    faster = {"change": "parallel.tensor=2", "taken": 40 * GIB, "seconds": 2.7, "exposed": 0.3, "bubble": 0.1}
+    assert list(neighbour_lines([faster], VALUES)) == [
+        "== neighbouring layouts, fastest first",
+        "                       GiB          seconds          exposed  bubble",
+        "  this layout        55.50                3             0.25    0.25",
+        "  parallel.tensor=2  40.00  -15.50      2.7  -10.0%      0.3     0.1",
+    ]
+    unknown = dict.fromkeys(("seconds", "exposed", "bubble"))
+    lines = list(neighbour_lines([{**faster, **unknown}], {**VALUES, "seconds": None}))
+    assert [line.split() for line in lines[2:]] == [
+        ["this", "layout", "55.50"],
+        ["parallel.tensor=2", "40.00", "-15.50"],
     ]

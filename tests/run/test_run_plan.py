@@ -10,6 +10,7 @@ import pytest
 from builders.tiny_world import World, danlu
 
 from danlu.core.run_files import PLAN, REPORT, SUMMARY
+from danlu.core.safetensors_format import read_header
 
 COUNTED = ("weights", "adapter", "gradients", "optimizer", "average")
 """Parts that are exact."""
@@ -19,7 +20,7 @@ def test_a_run_compares_its_plan_with_what_it_took(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    recipe = tiny_world.recipe(run, steps=3, ema=0.9)
+    recipe = tiny_world.recipe(run, steps=3, ema=0.9, checkpoint={"every": 3})
     assert danlu("train", recipe) == 0
     plan: dict[str, Any] = json.loads((run / PLAN).read_text())
     assert plan["documents"]["source"] == "token cache" and plan["batch"]["micro"] == 2
@@ -27,6 +28,9 @@ def test_a_run_compares_its_plan_with_what_it_took(
     memory = compared["memory"]
     assert all(memory[part]["expected"] == memory[part]["measured"] for part in COUNTED)
     assert memory["average"]["measured"] > 0 and compared["seconds"]["measured"] > 0
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    stored = [entry.bytes for file in checkpoint.glob("*.safetensors") for entry in read_header(file).values()]
+    assert plan["checkpoint_bytes"] == sum(stored)
     capsys.readouterr()
 
     assert danlu("plan", run, "--json") == 0

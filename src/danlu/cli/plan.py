@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from danlu.planning.cluster import Cluster
     from danlu.planning.lengths import Lengths
     from danlu.planning.rollout_lengths import RolloutLengths
-    from danlu.run.planned_step import PlannedStep
 
 
 def plan(
@@ -38,6 +37,9 @@ def plan(
         str | None,
         typer.Option(metavar="MEMORY", help="Find the largest batch, length and model for cards of so much: 24GB."),
     ] = None,
+    neighbours: Annotated[
+        bool, typer.Option("--neighbours", help="Also plan the layouts with one degree doubled or halved.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, as plan.json, for scripts.")] = False,
 ) -> None:
     """Say what a step of `danlu train` takes: memory by part, seconds by operation, hours and price; nothing is run.
@@ -45,7 +47,8 @@ def plan(
     Where it does not fit, single changes that make it fit. Of a run's folder, what was expected next to what it took.
     """
     if recipe.is_dir():
-        _refuse_with_run({"--on": on, "--lengths": lengths, "--fits": fits, "key=value": overrides or None})
+        options = {"--on": on, "--lengths": lengths, "--fits": fits, "--neighbours": neighbours or None}
+        _refuse_with_run({**options, "key=value": overrides or None})
         _show_run(recipe, as_json=as_json)
         return
     loaded = recipes.load(recipe, overrides or [])
@@ -66,11 +69,21 @@ def plan(
     with loaded.naming_places():
         planned = planned_step(loaded.recipe, target, *_lengths(loaded.recipe, lengths))
     values = planned.values
-    changes = _changes(planned, recipe, overrides or []) if values["fits"] is False else None
+    more: dict[str, list[dict[str, Any]]] = {}
+    if values["fits"] is False or neighbours:
+        from danlu.run.plan_changes import lighter_plans, neighbouring_layouts
+
+        def load(change: str) -> recipes.Recipe:
+            return recipes.load(recipe, [*(overrides or []), change]).recipe
+
+        if values["fits"] is False:
+            more["changes"] = lighter_plans(planned, load)
+        if neighbours:
+            more["neighbours"] = neighbouring_layouts(planned, load)
     if as_json:
-        echo(json.dumps(values if changes is None else {**values, "changes": changes}, allow_nan=False))
+        echo(json.dumps({**values, **more}, allow_nan=False))
         return
-    _print(values, recipe.name, changes)
+    _print(values, recipe.name, more)
 
 
 def _memory(text: str) -> int:
@@ -106,20 +119,17 @@ def _lengths(recipe: recipes.Recipe, file: Path | None) -> tuple[Lengths | None,
     return (None, RolloutLengths.of_file(recipe, file)) if draws_answers(recipe) else (read_lengths(file), None)
 
 
-def _changes(planned: PlannedStep, recipe: Path, overrides: list[str]) -> list[dict[str, Any]]:
-    from danlu.run.plan_changes import lighter_plans
-
-    return lighter_plans(planned, lambda change: recipes.load(recipe, [*overrides, change]).recipe)
-
-
-def _print(values: Mapping[str, Any], name: str, changes: list[dict[str, Any]] | None) -> None:
-    from danlu.report.plan_text import change_lines, plan_lines
+def _print(values: Mapping[str, Any], name: str, more: Mapping[str, list[dict[str, Any]]]) -> None:
+    from danlu.report.plan_text import change_lines, neighbour_lines, plan_lines
 
     def lines() -> Iterator[str]:
         yield from plan_lines(values, name)
-        if changes is not None:
+        if "changes" in more:
             yield ""
-            yield from change_lines(changes)
+            yield from change_lines(more["changes"])
+        if "neighbours" in more:
+            yield ""
+            yield from neighbour_lines(more["neighbours"], values)
 
     for line in lines():
         echo(line)

@@ -69,6 +69,28 @@ def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from (f"  {line}" for line in aligned_rows(rows, ends_with_text=True))
 
 
+def neighbour_lines(layouts: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of neighbouring layouts, as `neighbouring_layouts` gives them, with their differences to the
+    plan's own; values: the plan."""
+    own, seconds = values["memory"], values["seconds"]
+    taken = own["allocated"] if own["reserved"] is None else own["reserved"]
+    rows = [["", "GiB", "", "seconds", "", "exposed", "bubble"]]
+    figures = [] if seconds is None else [f"{seconds[key]:.4g}" for key in ("total", "exposed", "bubble")]
+    total, exposed, bubble = figures or ("", "", "")
+    rows.append(["this layout", f"{taken / _GIB:.2f}", "", total, "", exposed, bubble])
+    for layout in layouts:
+        more = f"{(layout['taken'] - taken) / _GIB:+.2f}"
+        row = [layout["change"], f"{layout['taken'] / _GIB:.2f}", more]
+        if layout["seconds"] is None or seconds is None:
+            row += [""] * 4
+        else:
+            row += [f"{layout['seconds']:.4g}", f"{layout['seconds'] / seconds['total'] - 1:+.1%}"]
+            row += [f"{layout[key]:.4g}" for key in ("exposed", "bubble")]
+        rows.append(row)
+    yield "== neighbouring layouts, fastest first"
+    yield from (f"  {line}" for line in aligned_rows(rows))
+
+
 def limit_lines(limits: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yields the lines of the largest batch, length and model that fit, as `run.plan_limits.limits` gives them."""
     count = limits["processes"]

@@ -1,4 +1,4 @@
-"""Single changes of a recipe with which a step takes less memory, each with a plan of its own. No torch."""
+"""Single changes of a recipe, each with its own plan: those that save memory, and neighbouring layouts. No torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,8 @@ def lighter_plans(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
     before = taken_bytes(planned.plan.worst.memory)
     room = planned.target.cluster.card.memory_bytes
     for change in _changes(planned):
-        try:
-            recipe = load(change.override)
-            lengths = planned.workload.lengths
-            shorter = recipe.data.max_length != planned.workload.recipe.data.max_length
-            other = planned_step(
-                recipe, planned.target, FULL_PACKS if shorter else lengths, planned.workload.rollout_lengths
-            )
-        except DanluError:  # a change that this recipe cannot have
+        other = _changed(planned, load, change.override)
+        if other is None:
             continue
         taken = taken_bytes(other.plan.worst.memory)
         if taken < before:
@@ -53,6 +47,49 @@ def lighter_plans(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
                 }
             )
     return sorted(lighter, key=_order)
+
+
+def neighbouring_layouts(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
+    """Returns the layouts that differ in one degree, doubled or halved, or in the sharding: `change`, `taken` bytes,
+    `seconds`, and of these what is `exposed` communication and `bubble`. Fastest first.
+    """
+    section = planned.workload.recipe.parallel
+    degrees = {
+        "parallel.tensor": section.tensor,
+        "parallel.context": section.context.size,
+        "parallel.expert": section.expert,
+        "parallel.pipeline" if section.pipeline.stages == 1 else "parallel.pipeline.stages": section.pipeline.stages,
+        "parallel.replicate": section.replicate,
+    }
+    changes = [f"{key}={other}" for key, degree in degrees.items() for other in (2 * degree, degree // 2) if other]
+    changes += [f"parallel.shard={kind}" for kind in ("none", "zero1", "zero2", "zero3") if kind != section.shard]
+    layouts = []
+    for change in changes:
+        other = _changed(planned, load, change)
+        if other is not None:
+            seconds = other.plan.seconds
+            layouts.append(
+                {
+                    "change": change,
+                    "taken": taken_bytes(other.plan.worst.memory),
+                    "seconds": None if seconds is None else seconds.total,
+                    "exposed": None if seconds is None else seconds.exposed,
+                    "bubble": None if seconds is None else seconds.bubble,
+                }
+            )
+    return sorted(layouts, key=lambda layout: (layout["seconds"] or 0, layout["taken"]))
+
+
+def _changed(planned: PlannedStep, load: Load, change: str) -> PlannedStep | None:
+    """The plan with a change; None where the recipe or the model cannot have it."""
+    before = planned.workload
+    try:
+        recipe = load(change)
+        is_shorter = recipe.data.max_length != before.recipe.data.max_length
+        lengths = FULL_PACKS if is_shorter else before.lengths
+        return planned_step(recipe, planned.target, lengths, before.rollout_lengths)
+    except DanluError:
+        return None
 
 
 def _order(change: Mapping[str, Any]) -> tuple[float, ...]:

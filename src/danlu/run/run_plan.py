@@ -32,8 +32,9 @@ def write_plan(folder: Path, recipe: Recipe, *, world: int, micro: int, log: Cal
         own = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro": micro})})
         values = planned_step(own, target_here(own, world, world // processes_here(world))).values
         write_atomically(folder / PLAN, f"{json.dumps(values, indent=2, allow_nan=False)}\n".encode())
-    except (DanluError, OSError) as error:
-        log(f"no plan of the steps ({PLAN}): {error}")
+    except Exception as error:  # whatever it is: a run must not end for its plan
+        is_expected = isinstance(error, DanluError | OSError)
+        log(f"no plan of the steps ({PLAN}): {error if is_expected else f'{type(error).__name__}: {error}'}")
 
 
 def plan_in_summary(folder: Path, memory: MemoryParts | None) -> Mapping[str, Any] | None:
