@@ -66,6 +66,8 @@ CASES: list[tuple[str, Any]] = [
     ("granite-4", sections.Lora(targets=["all-linear", "experts"], rank=2)),  # in a module of another name
     # Experts next to the module of a dense network; layers with and without a v_proj.
     ("gemma4", sections.Lora(targets=["all-linear", "experts"], rank=2)),
+    # Layers without keys of their own, and the products of layers' own embeddings.
+    ("gemma4-e2b", sections.Lora(rank=2, dropout=0.0)),
     # A head with a bias, which is trained with the whole head, and adapted beside its bias.
     ("phimoe", sections.Lora(targets=["attention", "experts"], rank=2, modules_to_save=["lm_head"])),
     ("phimoe", sections.Lora(targets=["q_proj", "lm_head"], rank=2, bias="adapted")),
@@ -114,6 +116,7 @@ STARTS_OUT_OF_BASE: list[tuple[str, dict[str, Any]]] = [
 ]
 PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target_modules": "all-linear"}),
+    ("gemma4-e2b", {"target_modules": "all-linear"}),
     ("llama", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "r": 4, "lora_alpha": 5}),
     ("llama", {"target_modules": r".*\.1\.mlp\.(up|down)_proj", "use_dora": True}),
     (

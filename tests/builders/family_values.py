@@ -24,3 +24,15 @@ GEMMA4: dict[str, Any] = {
     "sliding_window": 6,
 }
 """Two layers, one of each kind; those of the 31B model in small."""
+GEMMA4_E2B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "tie_word_embeddings": True,
+}
+"""Eight layers, of which the last four have no keys; those of the E2B model in small, but for layers' embeddings."""

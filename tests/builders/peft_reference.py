@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from builders.family_values import GEMMA4
+from builders.family_values import GEMMA4, GEMMA4_E2B
 from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.models.loading import load
@@ -41,6 +41,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 24,
         "attention_bias": True,
         "lm_head_bias": True,
+    },
+    "gemma4-e2b": {
+        **GEMMA4_E2B,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
     },
     "gemma4": {
         **GEMMA4,

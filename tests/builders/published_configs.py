@@ -223,7 +223,50 @@ _GEMMA_4_12B = {
     "num_hidden_layers": 48,
     "num_key_value_heads": 8,
 }
+_GEMMA_4_E4B = {
+    **_GEMMA_4_31B,
+    "attention_k_eq_v": False,
+    "hidden_size": 2560,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 10240,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "sliding_window": 512,
+}
+_GEMMA_4_E2B = {
+    **_GEMMA_4_E4B,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+}
 PUBLISHED: dict[str, Published] = {
+    "gemma-4-e2b-text": Published(
+        "google/gemma-4-E2B-it, text_config, as an engine's test of the published checkpoint and a converter's table "
+        "hold it",
+        _GEMMA_4_E2B,
+    ),
+    "gemma-4-e4b": Published(
+        "google/gemma-4-E4B-it, text_config as tests of other programs hold it",
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "audio_config": {"model_type": "gemma4_audio", "num_hidden_layers": 1},
+            "eos_token_id": [1, 106],
+            "image_token_id": 258880,
+            "model_type": "gemma4",
+            "text_config": _GEMMA_4_E4B,
+            "tie_word_embeddings": True,
+            "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
+        },
+    ),
     "gemma-4-31b-text": Published(
         "google/gemma-4-31B-it, text_config, as tests of other programs hold nvidia/Gemma-4-31B-IT-NVFP4's at 4135a98a",
         _GEMMA_4_31B,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from builders.family_values import GEMMA4_E2B
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import DropoutState
@@ -43,6 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 2, "attention_bias": True},
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma4-e2b": {
+        **GEMMA4_E2B,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "tie_word_embeddings": False,
+    },
 }
 ADAPTERS: dict[str, Any] = {
     "lora-dropout": sections.Lora(rank=4, dropout=0.7),

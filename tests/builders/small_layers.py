@@ -17,7 +17,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Dense, Experts, Feed, Mixer, Router
+from danlu.models.layer_spec import Dense, Experts, Feed, LayerSpec, Mixer, Router
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
 from danlu.models.router_replay import routers_of
@@ -70,6 +70,22 @@ def small_decoder(mixer: str | None, feed: str | None, layers: int = 3, **change
     return model
 
 
+def sharing_decoder(**changes: Any) -> Decoder:
+    """A decoder of width 128 with two layers that give keys, and three that read them, of both kinds."""
+    heads = Heads(8, 4, 16, ROPE, qk_norm="head", value_norm=True, scale=1.0, **changes)
+    feed, wide = Dense(192, "gelu_tanh"), Dense(384, "gelu_tanh")
+    plain = LayerSpec(heads, feed, norms="sandwich", scalar=True, per_layer_width=24)
+
+    def shared(window: int | None, sharing: Any) -> LayerSpec:
+        return replace(plain, mixer=replace(heads, window=window, sharing=sharing), feed=wide if sharing else feed)
+
+    kinds = [(64, None), (64, "gives"), (None, "gives"), (64, "reads"), (None, "reads"), (64, "reads")]
+    config = tiny_model(hidden_size=128, max_position_embeddings=1024).config
+    model = Decoder(replace(config, layers=tuple(shared(*kind) for kind in kinds)))
+    initialize(model, 0)
+    return model
+
+
 def with_draws(model: Decoder, lengths: Sequence[int]) -> None:
     """Lets routers draw experts, as they do in training steps."""
     state = DropoutState(0)
@@ -105,6 +121,11 @@ def saved_bytes(model: Decoder, lengths: Sequence[int], dtype: torch.dtype) -> i
     return sum(storage.nbytes() for storage in kept.values())
 
 
+def _without(config: ModelConfig) -> ModelConfig:
+    """The same model without embeddings of each layer."""
+    return config.with_layers(lambda layer: replace(layer, per_layer_width=0))
+
+
 def bytes_outside_layers(
     config: ModelConfig, tokens: int, element_bytes: int, *, rotated: bool, ids: bool = True
 ) -> int:
@@ -114,5 +135,8 @@ def bytes_outside_layers(
     ids: whether the embedding is trained.
     """
     statistics = 1 if config.norm_kind == "rms" else 2
+    if columns := config.per_layer_columns:  # the embeddings, the product that is normed, and the number that rows are
+        own = tokens * (2 * columns * element_bytes + 4 * len(config.layers)) + element_bytes  # multiplied with
+        return own + bytes_outside_layers(_without(config), tokens, element_bytes, rotated=rotated, ids=ids)
     tables = sum(2 * rope.dim for rope in config.ropes) if rotated else 0
     return tokens * ((config.hidden_size + tables) * element_bytes + 4 * statistics + 8 * ids)

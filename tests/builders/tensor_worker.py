@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.family_values import GEMMA2, GEMMA4
+from builders.family_values import GEMMA2, GEMMA4, GEMMA4_E2B
 from builders.generation import generate
 from builders.recompute import kept_bytes
 from builders.tiny_adapters import adapter_set, perturb
@@ -75,6 +75,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma2": GEMMA2,
     "gemma4": GEMMA4,
+    "gemma4-e2b": {
+        **GEMMA4_E2B,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 131,
+    },
     "cohere2": {
         "model_type": "cohere2",
         "sliding_window": 6,

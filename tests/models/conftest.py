@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders.family_values import GEMMA2
+from builders.family_values import GEMMA2, GEMMA4_E2B
 
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
@@ -527,6 +527,26 @@ CASES |= {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
+        "tie_word_embeddings": False,
+    },
+    "gemma4-e2b": {
+        **GEMMA4_E2B,
+        "num_hidden_layers": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma4-e4b": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 131,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 6,
         "tie_word_embeddings": False,
     },
     "gemma4-unified": {

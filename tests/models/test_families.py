@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from builders.reference_attention import ReferenceAttention
 from safetensors.torch import load_file, save_file
 
 from danlu.core.errors import ModelError
-from danlu.core.layer_types import Attend
+from danlu.core.layer_types import Attend, Keys
 from danlu.models.attend import PackedAttention
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
@@ -177,6 +178,43 @@ def test_the_parts_of_gemma4_show_in_the_logits(
     assert (logits(decoder, tokens) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("part", ["rows", "product", "network", "layer", "keys"])
+def test_embeddings_of_layers_and_shared_keys_show_in_the_logits(
+    part: str, tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """The control: without one of them, or with keys of another layer, logits are others."""
+    tokens = random_tokens(131)
+    expected = oracle(twin(tiny_values("gemma4-e2b"), tmp_path), tokens)
+    decoder = load(tmp_path)
+    assert (logits(decoder, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
+    if part == "rows":
+        decoder.embed_tokens_per_layer.multiplier = 1.0
+    elif part == "product":
+        decoder.per_layer_projection_norm.eps = 10.0
+    else:
+        for layer in decoder.layers.values():
+            match part:
+                case "network":
+                    layer.per_layer.activation = "gelu"
+                    layer.per_layer.gate_proj.weight.data *= 0.5
+                case "layer":  # the embeddings of a neighbour
+                    own = layer.forward
+                    layer.forward = partial(_with_embeddings_of_a_neighbour, own, layer.number)
+                case "keys" if layer.source is not None:
+                    layer.attention._mix = partial(_with_keys_of_a_neighbour, layer.attention._mix)
+    assert (logits(decoder, tokens) - expected).abs().max() > 1e-3
+
+
+def _with_keys_of_a_neighbour(mix: Any, attend: Attend, q: torch.Tensor, keys: Keys) -> torch.Tensor:
+    mixed: torch.Tensor = mix(attend, q, replace(keys, stored=tuple(x.roll(1, 0) for x in keys.stored)))
+    return mixed
+
+
+def _with_embeddings_of_a_neighbour(forward: Any, number: int, *args: Any) -> Any:
+    *others, carried = args
+    return forward(*others, carried._replace(embeddings={number: carried.embeddings[number].roll(1, 0)}))
+
+
 def _gemma4_ropes(**changes: float) -> dict[str, Any]:
     full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0, **changes}
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
@@ -256,6 +294,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma4-plain", {"rope_parameters": None}),
     ("gemma4-experts", {"top_k_experts": 3}),
     ("gemma4-unified", {"rms_norm_eps": 1e-1}),
+    ("gemma4-e2b", {"sliding_window": 5}),
+    ("gemma4-e2b", {"rms_norm_eps": 1e-1}),
 ]
 
 
@@ -463,8 +503,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma4", {"rope_scaling": YARN}, "rope_scaling: transformers does not read it for this family; say it in rope_p"),
     ("gemma4", {"rope_theta": 10000.0}, "rope_theta: transformers does not read it for this family; say it in rope_p"),
-    ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: embeddings of each layer, as Gemma"),
-    ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: keys and values that layers share are not"),
+    ("gemma4", {"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input: 262144 tokens have embeddings of"),
+    ("gemma4-e2b", {"num_kv_shared_layers": 7}, "num_kv_shared_layers: 7 of 8 layers have no keys and values"),
+    ("gemma4-experts", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers with experts that share keys"),
+    ("gemma4-unified", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: transformers does not read"),
     ("gemma4-unified", {"enable_moe_block": True}, "enable_moe_block: transformers does not read it for this family"),
     ("gemma4-experts", {"num_experts": None}, "num_experts: missing"),
     ("gemma4", {"rope_parameters": _gemma4_ropes(partial_rotary_factor=1.5)}, "partial_rotary_factor 1.5 must be in"),

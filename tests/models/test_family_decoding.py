@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from danlu.inference.engine import EngineOptions
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
 from danlu.models.loading import build
+from danlu.models.shared_keys import ReadingAttention
 
 LENGTH = 16
 
@@ -53,3 +55,25 @@ def test_norms_behind_the_rotation_take_part_in_decoding(tiny_values: Callable[[
         layer.attention.norms_rotated = False
     (other,) = generate(model, PROMPTS[:1], GREEDY, 6)
     assert other.logprobs != pytest.approx(logprobs, abs=1e-2)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_layers_without_keys_read_the_cache_of_the_layer_that_gives_them(
+    exact: bool, tiny_values: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts, chunks of them and single tokens; the control reads the cache of another layer."""
+    model = decoder_of(tiny_values("gemma4-e2b"))
+    assert [bool(layer.attention.cache.shapes) for layer in model.layers.values()] == [True] * 4 + [False] * 4
+    options = EngineOptions(block=4, batch_tokens=12, exact=exact)
+    prompts = (tuple(range(5, 29)), PROMPTS[0])
+    answers = generate(model, prompts, GREEDY, 8, options=options)
+    for answer, request in zip(answers, requests(count=8, prompts=prompts), strict=True):
+        tokens, logprobs = slowly(model, request)
+        assert list(answer.tokens) == tokens
+        assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+    mix = ReadingAttention._mix
+    monkeypatch.setattr(
+        ReadingAttention, "_mix", lambda own, attend, q, keys: mix(own, attend, q, replace(keys, layer=keys.layer - 2))
+    )
+    (other, _) = generate(model, prompts, GREEDY, 8, options=options)
+    assert other.logprobs != pytest.approx(answers[0].logprobs, abs=1e-2)

@@ -16,7 +16,7 @@ from danlu.models.loading import load
 
 FAMILIES = ["cohere2", "cohere2-biased", "gemma", "glm", "glm4", "glm4-moe-lite", "gpt-neox", "gpt-neox-sequential"]
 FAMILIES += ["ernie", "exaone4", "granite-4", "granite-4-experts", "granite-moe", "hunyuan", "phimoe", "seed-oss"]
-FAMILIES += ["gemma4", "gemma4-experts", "gemma4-plain", "gemma4-unified"]
+FAMILIES += ["gemma4", "gemma4-e2b", "gemma4-e4b", "gemma4-experts", "gemma4-plain", "gemma4-unified"]
 
 
 def largest_difference(values: dict[str, Any], theirs: Any, folder: Path) -> float:

@@ -49,6 +49,9 @@ def shallow(values: dict[str, Any]) -> dict[str, Any]:
         return {**values, part: shallow(values[part])}
     full = values["num_hidden_layers"]
     depth = min(full, GEMMA4_DEPTH if values["model_type"].startswith("gemma4") else DEPTH)
+    if values.get("num_kv_shared_layers"):  # a layer of each kind that has keys, and one of each that reads them
+        pattern = values["layer_types"].index("full_attention") + 1
+        values, depth = {**values, "num_kv_shared_layers": pattern}, 2 * pattern
     cut = {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == full}
     return {**values, **cut, "num_hidden_layers": depth}
 
@@ -323,6 +326,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma-4-31b-text", {"attention_k_eq_v": False}),
     ("gemma-4-12b-text", {"sliding_window": 512}),
     ("gemma-4-26b-a4b", {"top_k_experts": 4}),
+    ("gemma-4-e2b-text", {"use_double_wide_mlp": False}),
+    ("gemma-4-e2b-text", {"hidden_size_per_layer_input": 128}),
     ("gemma-4-26b-a4b", {"moe_intermediate_size": 512}),
 ]
 

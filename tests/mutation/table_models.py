@@ -296,6 +296,27 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("models/attention.py", "if self.norms_values:", "if False:", "models/test_families.py", "gemma4"),
     Mutation(
+        "models/carried.py", "((normed + rows) * 2**-0.5)", "(normed * 2**-0.5)", "models/test_families.py", "e2b"
+    ),
+    Mutation("models/config.py", " and given.window == mixer.window", "", "models/test_families.py", "e2b"),
+    Mutation(
+        "models/hf_layout.py",
+        'return None if layers and layers[0].mixer.sharing == "reads" else name',
+        "return name",
+        "models/test_shared_keys.py",
+    ),
+    Mutation(
+        "inference/paged.py", "layer = keys.layer", "pass", "models/test_family_decoding.py", "layers_without_keys"
+    ),
+    Mutation(
+        "planning/layer_graph.py",
+        'if self.spec.mixer.sharing != "gives":',
+        "if True:",
+        "planning/test_layer_graph.py",
+        "share_keys",
+    ),
+    Mutation("parallel/tensor.py", "if model.config.per_layer_width:", "if False:", "models/test_tensor_cut.py", "e2b"),
+    Mutation(
         "inference/fused_decoder.py",
         " or mixer.value_norm or mixer.values_are_keys",
         "",

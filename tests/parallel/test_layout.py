@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from builders.family_values import GEMMA4_E2B
 from builders.small_config import small_config
 from builders.small_experts import QWEN2_MOE, experts_config
 from builders.tiny_run import tiny_config
@@ -10,6 +11,8 @@ from builders.tiny_run import tiny_config
 from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import AXES, Layout, layout_of, problems
+from danlu.planning.device_map import device_map_problems
+from danlu.planning.pipeline_split import split_problems
 from danlu.recipe.sections import Context, Parallel, Pipeline
 
 
@@ -132,6 +135,27 @@ def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, con
 def test_experts_that_cannot_be_distributed_so_are_told(degree: int, config: ModelConfig, message: str) -> None:
     assert list(problems(Parallel(expert=degree), config)) == [message]
     assert not list(problems(Parallel(expert=3), experts_config(QWEN2_MOE)))
+
+
+@pytest.mark.parametrize("carried", ["keys and values", "embeddings"])
+def test_layouts_that_hand_on_the_residual_stream_alone_are_refused_where_layers_read_more(carried: str) -> None:
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 8}
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": tiny_config().vocab_size}
+    own = {"num_kv_shared_layers": 0, **own} if carried == "embeddings" else {"hidden_size_per_layer_input": 0}
+
+    def refusals(config: ModelConfig) -> list[str]:
+        cuts = [*split_problems(Pipeline(stages=2), config), *device_map_problems("auto", config)]
+        return [*cuts, *problems(Parallel(context=Context(size=2)), config)]
+
+    found = refusals(tiny_config(**GEMMA4_E2B | sizes | own))
+    assert [message.partition(":")[0] for message in found] == [
+        "parallel.pipeline",
+        "parallel.device_map",
+        *(["parallel.context"] if carried == "keys and values" else []),
+    ]
+    assert all(carried.split()[0] in message and "parallel.shard: zero3" in message for message in found)
+    plain = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    assert not refusals(tiny_config(**GEMMA4_E2B | sizes | plain))  # control
 
 
 def test_linear_attention_is_cut_by_ulysses_alone() -> None:

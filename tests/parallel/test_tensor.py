@@ -28,6 +28,8 @@ WHOLE: dict[str, Case] = {
     "latents, full recompute": Case(FAMILIES["deepseek_v3"], prepare="full"),
     "latents, selective recompute": Case(FAMILIES["deepseek_v3"], prepare="selective"),
     "key reuse, selective recompute": Case(FAMILIES["mfa, key reuse"], prepare="selective"),
+    "shared keys, full recompute": Case(FAMILIES["gemma4-e2b"], prepare="full"),
+    "shared keys, selective recompute": Case(FAMILIES["gemma4-e2b"], prepare="selective"),
     "sinks and gates": Case(mixer={"sinks": True, "output_gate": True}),
     "sinks and gates, selective recompute": Case(mixer={"sinks": True, "output_gate": True}, prepare="selective"),
     "gradients of rows": Case({"tie_word_embeddings": True}, prepare="rows"),
@@ -78,6 +80,7 @@ ADAPTERS: dict[str, Case] = {
     "mora, selective recompute": case(sections.Mora(targets=LINEAR, rank=4, dropout=0.2), prepare="selective"),
     "ia3 on dora": case(sections.Dora(targets=LINEAR), sections.Ia3()),
     "norms of all heads": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["olmo2"]),
+    "lora on shared keys": case(sections.Lora(targets=LINEAR, rank=4, dropout=0.2), config=FAMILIES["gemma4-e2b"]),
     "lora on latents": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["deepseek_v3"]),
     "dora on factors": case(sections.Dora(targets=LINEAR), config=FAMILIES["mfa, key reuse"]),
     "trained in full": case(

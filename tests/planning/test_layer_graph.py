@@ -14,6 +14,7 @@ from builders.small_layers import (
     bytes_outside_layers,
     recomputed,
     saved_bytes,
+    sharing_decoder,
     small_decoder,
     with_draws,
 )
@@ -68,6 +69,18 @@ def test_every_network_keeps_what_is_predicted(feed: str, recompute: Kind) -> No
     # Of draws autograd saves some numbers of a token for a moment, and frees them with what they are for.
     moments = (4 * 8 + 4 * 8 + 2) * sum(SHORT) * 2 if "drawn" in feed and recompute != "full" else 0
     assert real - moments == predicted(model.config, SHORT, torch.float32, recompute) - rest
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG])
+@pytest.mark.parametrize("recompute", KINDS)
+def test_layers_that_share_keys_keep_them_once(recompute: Kind, lengths: list[int]) -> None:
+    """With embeddings of each layer; the control counts keys and values at every layer."""
+    dtype = TYPES["bf16" if KINDS.index(recompute) % 2 else "fp32"]
+    model = recomputed(sharing_decoder(), recompute)
+    real = saved_bytes(model, lengths, dtype)
+    assert real == predicted(model.config, lengths, dtype, recompute)
+    alone = model.config.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, sharing=None)))
+    assert predicted(alone, lengths, dtype, recompute) != real
 
 
 PLACES: dict[str, tuple[str | None, dict[str, Any]]] = {

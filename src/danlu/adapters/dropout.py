@@ -31,7 +31,8 @@ class DropoutState:
         self._packs: tuple[tuple[int, int], ...] = ()
         self._rows: Tensor | None = None
         self._drawn_key: int | None = None  # of the step that `_packs`, `_rows` and `_token_keys` are of
-        self._token_keys: dict[tuple[torch.device, int], Tensor] = {}  # by T and device: a model may lie on several
+        # By T, the share of the tokens and the device: a model may lie on several.
+        self._token_keys: dict[tuple[torch.device, int, tuple[int, int]], Tensor] = {}
 
     def begin(self, step: int, packs: Sequence[tuple[int, int]], rows: Tensor | None = None) -> None:
         """Switches dropout on for one micro-batch.
@@ -63,21 +64,24 @@ class DropoutState:
         """Whether dropout is switched on."""
         return self._key is not None
 
-    def token_keys(self, x: Tensor) -> Tensor:
+    def token_keys(self, x: Tensor, share: tuple[int, int] = (0, 1)) -> Tensor:
         """[T] int32, the key of each token of the present micro-batch, which masks of all sites are drawn from.
 
         x: [T, F], any activations of the micro-batch; T may be more than its packs have, where it was padded.
+        share: see `Dropout.share`.
         """
         assert self._key is not None, "dropout is switched off"
-        if (key := (x.device, x.shape[0])) not in self._token_keys:
+        part, parts = share
+        if (key := (x.device, x.shape[0], share)) not in self._token_keys:
             tokens = [count for _, count in self._packs]
             numbers = torch.tensor([number for number, _ in self._packs], dtype=torch.int32)
             keys = _mix(numbers + self._key).repeat_interleave(torch.tensor(tokens, dtype=torch.int64))
             # The mixer is applied twice, so that token t of pack n and token t + 1 of pack n - 1 have unrelated keys.
             offsets = torch.cat([torch.arange(count, dtype=torch.int32) for count in tokens])
             of_tokens = keys + offsets if self._rows is None else (keys + offsets)[self._rows]
-            assert len(of_tokens) <= x.shape[0], f"{len(of_tokens)} tokens, and activations of {x.shape[0]}"
-            padded = F.pad(of_tokens, (0, x.shape[0] - len(of_tokens)))
+            count = x.shape[0] * parts
+            assert len(of_tokens) <= count, f"{len(of_tokens)} tokens, and activations of {count}"
+            padded = F.pad(of_tokens, (0, count - len(of_tokens))).chunk(parts)[part]
             self._token_keys[key] = _mix(padded).to(x.device)
         return self._token_keys[key]
 
@@ -108,6 +112,10 @@ class Dropout:
         self.state = dropout_state
         self.first_feature = 0
         """Index of this process's first feature, where tensor parallelism cuts the features."""
+        self.share = (0, 1)
+        """The part of a micro-batch's tokens that is here, and the number of parts, where sequence parallelism cuts the
+        tokens: in order, all of one size.
+        """
         self._site_key = _hash(site)
         # A number is kept where a uniform int32 is at or above this: a fraction p of all int32 is below.
         self._threshold = int(p * 2**32) - 2**31
@@ -117,15 +125,19 @@ class Dropout:
         """Whether a call may zero anything."""
         return self.p > 0 and self.state.active
 
+    def token_keys(self, x: Tensor) -> Tensor:
+        """[T] int32, the keys of the tokens of activations x [T, F]: see `DropoutState.token_keys`."""
+        return self.state.token_keys(x, self.share)
+
     def __call__(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """x [T, F] with zeros where the mask says so; x itself while dropout is off.
 
-        token_keys: [T] int32 of an earlier call (`DropoutState.token_keys`), to draw the mask of that call again.
+        token_keys: [T] int32 of an earlier call, to draw the mask of that call again.
         """
         if token_keys is None:
             if not self.active:
                 return x
-            token_keys = self.state.token_keys(x)
+            token_keys = self.token_keys(x)
         kept = _random(token_keys, self._site_key, self.first_feature, x.shape[1]) >= self._threshold
         return x * kept * (1 / (1 - self.p))
 

@@ -177,7 +177,7 @@ class _LowRankLinears(torch.autograd.Function):
         # Without the tensors: recomputation and offload can only free what `save_for_backward` was given.
         ctx.call = replace(call, recomputed=None if call.recomputed is None else call.recomputed._replace(inputs=()))
         # By the time of the backward pass the dropout state may be that of another micro-batch.
-        ctx.token_keys = None if call.dropout is None else call.dropout.state.token_keys(x)
+        ctx.token_keys = None if call.dropout is None else call.dropout.token_keys(x)
         ctx.directions = [direction for _, direction in results]
         ctx.deferral = deferral
         trains_a = any(a is not None and a.requires_grad for a in flat[1::4])

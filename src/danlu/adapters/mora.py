@@ -191,7 +191,7 @@ class _Path(torch.autograd.Function):
         ctx.folding, ctx.dropout = folding, dropout
         # Without its inputs: recomputation and offload can only free what `save_for_backward` was given.
         ctx.recompute = None if recomputed is None else recomputed.function
-        ctx.token_keys = None if dropout is None else dropout.state.token_keys(x)
+        ctx.token_keys = None if dropout is None else dropout.token_keys(x)
         z = folding.compress(x if dropout is None else dropout(x), _angles(cos, sin, x.dtype))  # [T, G, w]
         return folding.decompress(z @ m.to(x.dtype).t())
 

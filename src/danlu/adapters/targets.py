@@ -16,7 +16,12 @@ from danlu.recipe import sections
 Form = Literal["rotation", "sharing"]
 """How MoRA maps inputs to its square: see `mora`."""
 
-GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",), "experts": ("experts",)}
+GROUPS = {
+    "all-linear": ("attention", "mlp", "per_layer"),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "experts": ("experts",),
+}
 EXPERTS = "experts"
 """The part of a target that reaches the stacked matrices of experts."""
 ROW_GROUPS = ("embedding", "head")
@@ -39,6 +44,11 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
         raise RecipeError(
             "adapter.kind: prefix stands in the place of keys and values of tokens, which this model's linear "
             "attention do not keep. Use another kind"
+        )
+    if isinstance(section, sections.Prompt | sections.Prefix) and any(site.group == "per_layer" for site in sites):
+        raise RecipeError(
+            f"adapter.kind: {section.kind} has virtual tokens, and the layers of this model have embeddings of their "
+            "own of each token, which virtual ones lack. Use lora"
         )
     if isinstance(section, sections.Prefix):
         _check_keys_of_heads(sites)
@@ -231,6 +241,14 @@ def _check_keys_of_heads(sites: Sequence[Site]) -> None:
         raise RecipeError(
             "adapter.kind: a prefix takes the place of keys and values of heads, which this model's latent or "
             f"factorized attention has not ({', '.join(in_steps)}). Use kind: prompt, or lora"
+        )
+    with_queries, with_keys = (
+        {site.layer or 0 for site in sites if site.name.endswith(f".attention.{name}")} for name in ("q_proj", "k_proj")
+    )
+    if without := sorted(with_queries - with_keys):
+        raise RecipeError(
+            f"adapter.kind: a prefix takes the place of keys and values, and layer {without[0]} has none: it reads "
+            "those of an earlier layer. Use kind: lora"
         )
 
 

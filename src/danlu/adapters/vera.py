@@ -158,7 +158,7 @@ class _Path(torch.autograd.Function):
         u = F.linear(x if dropout is None else dropout(x), big_a.to(x.dtype))  # [T, r]
         ctx.save_for_backward(u, d, b, big_a, big_b)
         ctx.dropout = dropout
-        ctx.token_keys = None if dropout is None else dropout.state.token_keys(x)
+        ctx.token_keys = None if dropout is None else dropout.token_keys(x)
         return F.linear(u * d.to(u.dtype), big_b.to(u.dtype)) * b.to(u.dtype)
 
     @staticmethod

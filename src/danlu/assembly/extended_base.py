@@ -53,6 +53,12 @@ def extended_config(config: ModelConfig, tokens: Sequence[AddedToken]) -> ModelC
     """The config of a base with rows for new tokens; the same where it has them, as many bases have some to spare."""
     needed = max(token.id for token in tokens) + 1
     rows = config.vocab_rows
+    if needed > rows and config.per_layer_width:
+        raise ModelError(
+            f"model.tokens: {needed - rows} tokens more than the {rows} rows of this model, and its layers have "
+            "embeddings of their own of each token, to which transformers adds no rows. Use tokens that it has: "
+            "reserved ones, as <unused0>"
+        )
     if needed > rows:
         rows = -(-needed // MULTIPLE) * MULTIPLE
     padding = rows - needed if rows > config.vocab_rows or config.vocab_padding else 0

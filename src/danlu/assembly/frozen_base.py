@@ -87,7 +87,7 @@ def adapter_sites(model: Decoder) -> list[Site]:
     sites = []
     for site in sites_of(model.config):
         if site.layer is None:
-            module = model.lm_head if site.group == "head" else model.embed_tokens
+            module = model.lm_head if site.group == "head" else model.get_submodule(site.name)
             sites.append(replace(site, module=module))
         else:
             linear = model.get_submodule(site.name)

@@ -64,6 +64,8 @@ class Keys:
     expand: Expand | None = None
     """None: keys and values are stored."""
     absorb: Absorb | None = None
+    layer: int | None = None
+    """The layer before this one that has made them, with its cache; None: they are the layer's own."""
 
     def expanded(self) -> tuple[Tensor, Tensor]:
         """Keys [T, K, C] and values [T, K, W] of the tokens of the forward pass."""
@@ -299,7 +301,7 @@ class Site:
 
     name: str  # of the module: "layers.0.attention.q_proj"
     hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
-    group: str  # "attention", "mlp", "experts", "embedding" or "head"
+    group: str  # "attention", "mlp", "per_layer", "experts", "embedding" or "head"
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding
     module: Any

@@ -58,7 +58,10 @@ class ExactPagedAttention:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, H, W]
-        self._pool.write(layer, *keys.stored)
+        if keys.layer is None:
+            self._pool.write(layer, *keys.stored)
+        else:  # they are in the cache of the layer that made them, which has run in this pass
+            layer = keys.layer
         stored = self._pool.gather(layer, self._blocks, self._tokens)
         absorb = exact_absorb(keys)
         if absorb is not None:

@@ -100,7 +100,10 @@ class PagedAttention:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, H, W]
-        self.pool.write(layer, *keys.stored)
+        if keys.layer is None:
+            self.pool.write(layer, *keys.stored)
+        else:  # they are in the cache of the layer that made them, which has run in this pass
+            layer = keys.layer
         scoring = _Scoring(scale, window, softcap, sinks)
         if len(self._runs) == 1:
             return self._runs[0][1](layer, q, keys, scoring)

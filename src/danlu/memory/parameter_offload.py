@@ -92,7 +92,7 @@ class OffloadedLayers:
     def install_hooks(self, index: int, layer: nn.Module) -> None:
         """Makes the layer's passes fetch and release its weights, outside of other hooks that use them (FSDP2's)."""
         layer.register_forward_pre_hook(lambda layer, args: self._begin(index, 1), prepend=True)
-        layer.register_forward_hook(lambda layer, args, y: self._end_forward(index, args[0], y))
+        layer.register_forward_hook(lambda layer, args, y: self._end_forward(index, args[0], _stream_of(y)))
 
     def _begin(self, index: int, direction: int) -> None:
         """Fetches a layer, and prefetches those that follow: direction 1 in the forward pass, -1 in the backward."""
@@ -108,6 +108,12 @@ class OffloadedLayers:
             y.register_hook(lambda grad: self._begin(index, -1))
             if x.requires_grad:
                 x.register_hook(lambda grad: self.mapped.release(self._names[index]))
+
+
+def _stream_of(output: Any) -> Tensor:
+    """The residual stream among what a layer returns."""
+    stream: Tensor = output[0] if isinstance(output, tuple) else output
+    return stream
 
 
 def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1) -> OffloadedLayers:

@@ -10,6 +10,8 @@ full fine-tuning; norms keep one more number each, attention its own statistics 
     selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
     full              D                    the layer's input
 
+Keys and values that later layers read (`models.carried`) are kept with every kind, once for all of these layers.
+
 A mixture of experts keeps 3 F and 2 D for each of a token's experts (`none`), else 2 F and D: rows are copied once more
 from the tokens, unless they came from another process.
 
@@ -84,7 +86,7 @@ def _segments(model: Decoder, plan: Plan, chunk: int) -> list[Callable[..., Tens
         if segment is None or len(layers) == 1:
             parts += layers
         else:
-            parts.append(RecomputedFunction(_Segment(layers), f"segment {segment} of the layers"))
+            parts.append(_RecomputedSegment(layers, f"segment {segment} of the layers"))
     return parts if any(isinstance(part, RecomputedFunction) for part in parts) else []
 
 
@@ -94,10 +96,22 @@ class _Segment:
 
     layers: Sequence[Callable[..., Tensor]]
 
-    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        if len(args) > 2:  # values that travel between layers besides the residual stream
+            from danlu.models.carried import run_parts
+
+            return run_parts(self.layers, x, *args)
         for layer in self.layers:
             x = layer(x, *args)
         return x
+
+
+class _RecomputedSegment(RecomputedFunction):
+    """A segment that is run again in the backward pass; `layers`: what it has."""
+
+    def __init__(self, layers: Sequence[Callable[..., Tensor]], where: str) -> None:
+        super().__init__(_Segment(layers), where)
+        self.layers = layers
 
 
 def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool = False) -> None:

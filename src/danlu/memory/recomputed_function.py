@@ -61,6 +61,8 @@ def recomputed_within(surroundings: Surroundings) -> Iterator[None]:
 class RecomputedFunction:
     """A function (tensors and other arguments) -> one tensor, each call of which is a frame.
 
+    Without `within` it may also return several tensors in tuples and dicts, as a layer that gives keys does.
+
     A class and no closure, so that a copy of a model has frames of its own.
 
     Args:

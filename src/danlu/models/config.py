@@ -65,6 +65,9 @@ class ModelConfig:
             raise ModelError("layers is 0: it must be at least 1")
         if len(self.layers) > MAX_LAYERS:
             raise ModelError(f"layers is {len(self.layers):,}: at most {MAX_LAYERS:,} can be built")
+        assert len({layer.per_layer_width for layer in self.layers}) == 1, "one table has the embeddings of all layers"
+        for layer in range(len(self.layers)) if self.carries_values else ():
+            self.key_source(layer)
 
     @property
     def vocab_rows(self) -> int:
@@ -103,6 +106,49 @@ class ModelConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of its layers that differ from each other, in the order in which they first occur."""
         return tuple(dict.fromkeys(kind.mixer.rope for kind in self.kinds if kind.mixer.rope is not None))
+
+    @cached_property
+    def carries_values(self) -> bool:
+        """Whether values travel between its layers next to the residual stream (`models.carried`)."""
+        return any(kind.carries_values for kind in self.kinds)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether some layers read the keys and values of others."""
+        return any(kind.mixer.sharing is not None for kind in self.kinds)
+
+    @property
+    def carried(self) -> str:
+        """The values that travel between its layers next to the residual stream, for messages."""
+        names = ["keys and values of earlier layers"] if self.shares_keys else []
+        names += ["embeddings of their own of each token"] if self.per_layer_width else []
+        return " and ".join(names)
+
+    @property
+    def per_layer_width(self) -> int:
+        """Features of each layer's own embedding of a token; 0: layers have none."""
+        return self.layers[0].per_layer_width
+
+    @property
+    def per_layer_columns(self) -> int:
+        """Columns of the table that has the embeddings of all layers side by side."""
+        return self.per_layer_width * len(self.layers)
+
+    def key_source(self, layer: int) -> int | None:
+        """The layer with the keys and values that a layer reads; None where they are its own.
+
+        Raises ModelError where no layer before it gives such ones.
+        """
+        mixer = self.layers[layer].mixer
+        if mixer.sharing != "reads":
+            return None
+        for source in reversed(range(layer)):
+            given = self.layers[source].mixer
+            if given.sharing == "gives" and given.window == mixer.window:
+                if (given.kv_heads, given.head_dim) != (mixer.kv_heads, mixer.head_dim):
+                    break
+                return source
+        raise ModelError(f"layer {layer} reads keys and values of an earlier layer, and none before it gives such ones")
 
     @cached_property
     def has_states(self) -> bool:
@@ -162,6 +208,11 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of every parameter of the decoder, in the order of its forward pass."""
     vocabulary = (config.vocab_rows, config.hidden_size)
     shapes: Shapes = {"embed_tokens.weight": vocabulary}
+    if config.per_layer_width:
+        columns = config.per_layer_columns
+        shapes["embed_tokens_per_layer.weight"] = (config.vocab_rows, columns)
+        shapes["per_layer_model_projection.weight"] = (columns, config.hidden_size)
+        shapes["per_layer_projection_norm.weight"] = (config.per_layer_width,)
     of_kind = {kind: kind.parameter_shapes(config.hidden_size) for kind in config.kinds}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in of_kind[layer].items()}

@@ -33,6 +33,7 @@ from danlu.models.modules import (
     LayerScalar,
     Linear,
     RecomputePoints,
+    RMSNorm,
     Sublayer,
     identity,
     norm_of,
@@ -92,7 +93,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        branch = self.leave(self.attention(self.enter(normed), rotations, attend))
+        joined = self._halves(x, normed, self.attention(self.enter(normed), rotations, attend))
+        return joined if self.layer_scalar is None else self.layer_scalar(joined)
+
+    def _halves(self, x: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream behind both halves, from the layer's input, which also stands normed before attention,
+        and attention's output.
+        """
+        branch = self.leave(mixed)
         branch = branch if self.after_attention is None else self.after_attention(branch)
         joined = self._join(x, branch if self.post_attention_norm is None else self.post_attention_norm(branch))
         if not self.shares_norm:
@@ -100,8 +108,7 @@ class Layer(nn.Module):
             normed = source if self.mlp_norm is None else self.mlp_norm(source)
         branch = self.leave(self.mlp(self.enter(normed)))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
-        joined = self._join(joined, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
-        return joined if self.layer_scalar is None else self.layer_scalar(joined)
+        return self._join(joined, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
 
     def _join(self, x: Tensor, branch: Tensor) -> Tensor:
         """The residual stream behind a half."""
@@ -117,11 +124,24 @@ def feed_forward_of(config: ModelConfig, spec: Feed) -> FeedForwardSublayer:
     return MoE(config, spec)
 
 
+def layer_of(config: ModelConfig, layer: int) -> Layer:
+    """A layer, by its number."""
+    if not config.layers[layer].carries_values:
+        return Layer(config, layer)
+    from danlu.models.carried import CarryingLayer
+
+    return CarryingLayer(config, layer)
+
+
 def mixer_of(config: ModelConfig, spec: Mixer, layer: int) -> AttentionSublayer:
     """Returns the module that mixes a layer's tokens."""
     match spec:
-        case Heads():
+        case Heads(sharing=None):
             return Attention(config, spec, layer)
+        case Heads():
+            from danlu.models.shared_keys import sharing_attention
+
+            return sharing_attention(config, spec, layer)
         case Latent():
             from danlu.models.latent_attention import LatentAttention
 
@@ -156,8 +176,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config)
+        if config.per_layer_width:
+            columns, width = config.per_layer_columns, config.per_layer_width
+            self.embed_tokens_per_layer = Embedding(config, width=columns, multiplier=width**0.5)
+            self.per_layer_model_projection = Linear(config.hidden_size, columns, bias=False)
+            self.per_layer_projection_norm = RMSNorm(width, config)
         # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
-        self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(len(config.layers))})
+        self.layers = nn.ModuleDict({str(index): layer_of(config, index) for index in range(len(config.layers))})
         self.chunks = Chunks.whole(len(config.layers))
         self.segments = {}
         self.recomputed_attention = frozenset()
@@ -180,6 +205,7 @@ class Decoder(nn.Module):
 
         A tied embedding stays with the first chunk and with the last, which uses it as its head.
         """
+        assert not self.config.carries_values or chunks.has_first, "split_problems refuses such a model"
         self.chunks = chunks
         kept = {str(layer) for layer in chunks.local_layers}
         for name in self.layers.keys() - kept:
@@ -204,6 +230,10 @@ class Decoder(nn.Module):
         from danlu.models.latent_attention import LatentAttention
 
         leave_attention_uncompiled(Attention, LatentAttention, FactorizedAttention)
+        if self.config.shares_keys:
+            from danlu.models.shared_keys import GivingAttention, ReadingAttention
+
+            leave_attention_uncompiled(GivingAttention, ReadingAttention)
         leave_recurrence_uncompiled()
         leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)
@@ -307,8 +337,14 @@ class Decoder(nn.Module):
             self.begin_pass(tokens)
         rotations = self.rotations(positions, dtype, lengths, stage_length)
         hidden: Tensor = self.embed_tokens(tokens, dtype) if x is None else self.enter_chunk(x)  # [T, D]
-        for part in self.segments.get(chunk) or self.layers_of(chunk):
-            hidden = part(hidden, rotations, attend)
+        parts = self.segments.get(chunk) or self.layers_of(chunk)
+        if self.config.carries_values:
+            from danlu.models.carried import carried_by, run_parts
+
+            hidden, _ = run_parts(parts, hidden, rotations, attend, carried_by(self, tokens, hidden))
+        else:
+            for part in parts:
+                hidden = part(hidden, rotations, attend)
         if chunk < self.chunks.last:
             return hidden
         hidden = self.norm(hidden)

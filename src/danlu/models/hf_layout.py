@@ -19,6 +19,7 @@ from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
 from danlu.models.families.family import Stored
 from danlu.models.multimodal import MULTIMODAL, language_name
+from danlu.models.tensor_cut import OF_EACH_LAYER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,15 +211,20 @@ def _tensor(
     return HFTensor(name, tuple(on_disk), tuple(parts))
 
 
+_KEYS_OF_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.")
 _BEYOND = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.|mtp\.")
 
 
 def own_name(stored: str, config: ModelConfig) -> str | None:
     """Returns the name among `hf_tensors` of a tensor in a model's folder; None for one that danlu does not train.
 
-    Those are a multimodal model's tensors outside of its language part, and layers that predict further tokens.
+    Those are a multimodal model's tensors outside of its language part, layers that predict further tokens, and keys
+    and values of layers that read others' (Gemma 4 E2B is published with them, and transformers does not read them).
     """
     name = _with_prefix(stored, config) if config.multimodal is None else language_name(stored)
+    if name is not None and config.shares_keys and (of_layer := _KEYS_OF_LAYER.match(name)) is not None:
+        layers = config.layers[int(of_layer.group(1)) :]
+        return None if layers and layers[0].mixer.sharing == "reads" else name
     if name is None or (match := _BEYOND.match(name)) is None:
         return name
     family, number = FAMILIES[config.family], match.group(1)
@@ -232,13 +238,14 @@ def _with_prefix(stored: str, config: ModelConfig) -> str:
     (LlamaModel) has names without the prefix."""
     family = FAMILIES[config.family]
     modules = {"layers", *(family.outer_modules.get(name, name) for name in ("embed_tokens", "norm"))}
+    modules |= set(OF_EACH_LAYER) if config.per_layer_width else set()
     return f"{family.prefix}.{stored}" if stored.partition(".")[0] in modules else stored
 
 
 def may_have_untouched(config: ModelConfig) -> bool:
     """Whether a folder of the model may hold tensors that have no `own_name`."""
     family = FAMILIES[config.family]
-    return config.multimodal is not None or family.has_mtp or family.has_mtp_module
+    return config.multimodal is not None or config.shares_keys or family.has_mtp or family.has_mtp_module
 
 
 _STACKED = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_|$)")

@@ -11,6 +11,7 @@ matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
 embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
 embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
                                there would start with logits of std sqrt(D)
+embeddings of each layer       normal, std 1 / sqrt(their width), by which they are multiplied
 norms, scales of all kinds     one (Gemma stores zero, the difference from one)
 norms of q and k, factor one   C^(-1/4): scores start as if divided by sqrt(C), where they are not (Gemma 4)
 biases                         zero, and the gate of key reuse (arXiv:2412.19255)
@@ -113,6 +114,8 @@ def _initial_std(config: ModelConfig, name: str, inputs: int) -> float | None:
     small = math.sqrt(2 / (5 * config.hidden_size))
     if module in _WRITE_TO_STREAM:
         return small / math.sqrt(2 * len(config.layers))
+    if module == "embed_tokens_per_layer":
+        return config.per_layer_width**-0.5
     if module == "embed_tokens" and not config.tie_word_embeddings:
         return 1 / config.embedding_multiplier
     return small

@@ -11,7 +11,7 @@ from functools import partial
 
 from danlu.models.layer_spec import Dense, Experts, LayerSpec
 from danlu.models.mixer_operations import mixer_operations, norm, product
-from danlu.models.operations import ROTATION, Operation, Value, Weights
+from danlu.models.operations import EMBEDDINGS, OF_OTHERS, Operation, Value, Weights
 
 _ACTIVATION, _ROWS, ENTER = "gated_activation", "rows_by_expert", "enter"
 
@@ -50,15 +50,38 @@ def _layer(spec: LayerSpec, width: int) -> Iterator[Operation]:
         joined = Value(f"{half}.joined", width, is_local=True)
         yield Operation(f"{half}.join", "add", (stream, branch.name), (joined,))
         stream = joined.name
+    if spec.per_layer_width:
+        yield from _own_embeddings(spec, stream, width)
+        stream = "per_layer.joined"
     if spec.scalar:
-        yield Operation("scale", "elementwise", (stream,), (Value("scaled", width, is_local=True),))
+        scaled, narrow = Value("scaled", width, is_local=True), Value("layer_scalar.narrow", 1, "layer", "narrow")
+        yield Operation("scale", "elementwise", (stream,), (scaled, narrow), (narrow.name,))
+
+
+def _own_embeddings(spec: LayerSpec, stream: str, width: int) -> Iterator[Operation]:
+    """The network of the layer's own embeddings, and the residual stream with its normed output."""
+    of_tokens = partial(Value, is_local=True)
+    gate, gated = (of_tokens(f"per_layer.{name}", spec.per_layer_width) for name in ("gate", "gated"))
+    down, normed = (of_tokens(f"per_layer.{name}", width) for name in ("down", "normed"))
+    yield product("per_layer.gate_proj", stream, gate, width)
+    region = f"per_layer.{_ACTIVATION}"
+    reads: tuple[str, ...] = (gate.name, EMBEDDINGS)
+    values: tuple[Value, ...] = (gated,)
+    factors: tuple[tuple[str, str], ...] = ()
+    if spec.feed.activation in ("gelu", "gelu_tanh"):  # the product with embeddings saves what it multiplies
+        activated = of_tokens("per_layer.activated", spec.per_layer_width)
+        values, factors = (activated, gated), ((activated.name, EMBEDDINGS),)
+    yield Operation(region, "elementwise", reads, values, reads, factors, elementwise=region, selective=region)
+    yield product("per_layer.down_proj", gated.name, down, spec.per_layer_width)
+    yield norm("post_per_layer_norm", down.name, normed, width, statistics=1 if spec.norm_kind == "rms" else 2)
+    yield Operation("per_layer.join", "add", (stream, normed.name), (of_tokens("per_layer.joined", width),))
 
 
 def _within(half: str, operation: Operation) -> Operation:
     """An operation of a sublayer with the names that it has in the layer."""
 
     def named(name: str) -> str:
-        return name if name == ROTATION else f"{half}.{name}"
+        return name if name in OF_OTHERS else f"{half}.{name}"
 
     return replace(
         operation,

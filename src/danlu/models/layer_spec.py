@@ -196,6 +196,10 @@ class LayerSpec:
     """
     scalar: bool = False
     """Whether the layer's output is multiplied by a number of its own, which is not trained (Gemma 4)."""
+    per_layer_width: int = 0
+    """Features of the layer's own embedding of each token, which a gated network joins to the residual stream behind
+    the two halves (Gemma 4 E2B); 0: it has none.
+    """
 
     def __post_init__(self) -> None:
         assert self.parallel or self.norms != "shared", "halves that follow each other read different inputs"
@@ -207,7 +211,16 @@ class LayerSpec:
             shapes |= norm_shapes(f"{name}_norm", width, self.norm_kind) if name in self.normed_before else {}
             shapes |= {f"{name}.{part}": shape for part, shape in half.parameter_shapes(width).items()}
             shapes |= norm_shapes(f"post_{name}_norm", width, self.norm_kind) if self.normed_behind else {}
+        if self.per_layer_width:
+            shapes |= linear_shapes("per_layer.gate_proj", self.per_layer_width, width, False)
+            shapes |= linear_shapes("per_layer.down_proj", width, self.per_layer_width, False)
+            shapes |= norm_shapes("post_per_layer_norm", width, self.norm_kind)
         return shapes | ({"layer_scalar.weight": (1,)} if self.scalar else {})
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether it reads or makes values that travel between layers next to the residual stream."""
+        return bool(self.per_layer_width) or self.mixer.sharing is not None
 
     @property
     def normed_before(self) -> tuple[str, ...]:
@@ -247,7 +260,7 @@ class LayerSpec:
                 continue
             values: dict[str, Any] = vars(own)
             names += [f"{half}.{name}" for name, value in values.items() if getattr(others, name) != value]
-        of_layer = ("norms", "norm_kind", "parallel", "scalar")
+        of_layer = ("norms", "norm_kind", "parallel", "scalar", "per_layer_width")
         return names + [name for name in of_layer if getattr(self, name) != getattr(other, name)]
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from danlu.models.layer_spec import Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
-from danlu.models.operations import ROTATION, Operation, Value, Weights
+from danlu.models.operations import KEYS, ROTATION, VALUES, Operation, Value, Weights
 from danlu.models.rope_config import Rope
 
 _MIX, _GATED = "attend_heads", "gated"
@@ -20,6 +20,8 @@ _MIX, _GATED = "attend_heads", "gated"
 def mixer_operations(mixer: Mixer, width: int) -> Iterator[Operation]:
     """Yields the operations from `input`, which the sublayer reads, to `output` [T, D]. width: D."""
     match mixer:
+        case Heads(sharing="reads"):
+            return _queries(mixer, width)
         case Heads():
             return _heads(mixer, width)
         case Latent():
@@ -71,13 +73,35 @@ def norm(
     )  # fmt: skip
 
 
-def _rotated(name: str, reads: str, makes: Value) -> Operation:
+def _rotated(name: str, reads: str, makes: Value, selective: str | None = _MIX) -> Operation:
     """A rotation, which saves the tables that it multiplies by, and neither queries nor keys."""
-    return Operation(name, "elementwise", (reads, ROTATION), (makes,), (ROTATION,), selective=_MIX, parts=makes.parts)
+    reads_all, saves = (reads, ROTATION), (ROTATION,)
+    return Operation(name, "elementwise", reads_all, (makes,), saves, selective=selective, parts=makes.parts)
 
 
 def _scales_queries(rope: Rope | None) -> bool:
     return rope is not None and rope.temperature is not None
+
+
+def _queries(mixer: Heads, width: int) -> Iterator[Operation]:
+    """Attention to keys and values that another layer has made."""
+    heads = mixer.heads
+    queries = Value("q", mixer.query_width, parts=heads)
+    yield product("q_proj", "input", queries, width, bias=mixer.qkv_bias, parts=heads)
+    if mixer.qk_norm is not None:
+        normed = Value("q.normed", queries.width, parts=heads)
+        yield norm(
+            "q_norm", "q", normed, mixer.head_dim, rows=heads, elementwise="q_norm", selective=_MIX
+        )  # fmt: skip
+        queries = normed
+    if mixer.rope is not None:
+        yield _rotated("rotate_q", queries.name, queries := Value("q.rotated", queries.width, parts=heads))
+    if _scales_queries(mixer.rope):
+        yield _rotated("scale_queries", queries.name, queries := Value("q.scaled", queries.width, parts=heads))
+    mixed = Value("mixed", mixer.query_width, parts=heads)
+    reads = (queries.name, KEYS, VALUES)
+    yield Operation("attend", "attention", reads, (mixed,), reads, selective=_MIX, parts=heads)
+    yield product("o_proj", "mixed", Value("output", width), mixed.width, bias=mixer.o_bias, parts=heads)
 
 
 def _heads(mixer: Heads, width: int) -> Iterator[Operation]:
@@ -94,6 +118,7 @@ def _heads(mixer: Heads, width: int) -> Iterator[Operation]:
         gate = Value("gate", mixer.query_width, parts=heads)
         yield product("gate_proj", "input", gate, width, parts=heads)
     names = {"q": queries, "k": keys}
+    of_keys = None if mixer.sharing == "gives" else _MIX  # what is given to other layers is not made again
 
     def changed(name: str, suffix: str) -> tuple[str, Value]:
         """The present name of queries or keys, and their next value."""
@@ -107,18 +132,18 @@ def _heads(mixer: Heads, width: int) -> Iterator[Operation]:
             reads, makes = changed(name, "normed")
             yield norm(
                 f"{name}_norm", reads, makes, normed, rows=1 if is_full else count, elementwise=f"{name}_norm",
-                selective=_MIX,
+                selective=_MIX if name == "q" else of_keys,
             )  # fmt: skip
 
     if mixer.value_norm:
         normed = Value("v.normed", values.width, parts=groups)
-        yield norm("v_norm", values.name, normed, 0, rows=groups, elementwise="normed_values", selective=_MIX)
+        yield norm("v_norm", values.name, normed, 0, rows=groups, elementwise="normed_values", selective=of_keys)
         values = normed
     if mixer.qk_norm is not None and not mixer.norm_behind_rope:
         yield from norms()
     if mixer.rope is not None:
         for name in ("q", "k"):
-            yield _rotated(f"rotate_{name}", *changed(name, "rotated"))
+            yield _rotated(f"rotate_{name}", *changed(name, "rotated"), _MIX if name == "q" else of_keys)
     if mixer.norm_behind_rope:
         yield from norms()
     if _scales_queries(mixer.rope):

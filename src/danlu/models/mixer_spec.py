@@ -86,9 +86,16 @@ class Heads:
     """Whether the value of each head is normed, by an RMSNorm without a weight (Gemma 4)."""
     values_are_keys: bool = False
     """Whether the value of a head is its key before norm and rotation: there is no v_proj (Gemma 4)."""
+    sharing: Literal["gives", "reads"] | None = None
+    """Whether later layers read this layer's keys and values (`gives`), or this layer has none and reads those of the
+    last layer before it that gives some and has the same window (`reads`, Gemma 4; arXiv:2405.12981).
+    """
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
+        if self.sharing is not None:
+            has_more = self.sinks or self.output_gate or self.interleaved or self.norm_behind_rope
+            assert not has_more and self.qk_norm != "full", "no family with shared keys has these"
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly: "
@@ -117,12 +124,28 @@ class Heads:
         return self.kv_heads * self.head_dim
 
     @property
+    def reads_keys(self) -> bool:
+        """Whether it has no keys and values of its own."""
+        return self.sharing == "reads"
+
+    @property
     def cached_width(self) -> int:
-        """Numbers a token that a cache keeps: a key and a value of each key/value head."""
-        return 2 * self.kv_width
+        """Numbers a token that a cache keeps: a key and a value of each key/value head, where they are its own."""
+        return 0 if self.reads_keys else 2 * self.kv_width
+
+    @property
+    def key_products(self) -> tuple[str, ...]:
+        """The linear layers that keys and values are made with."""
+        if self.reads_keys:
+            return ()
+        return ("k_proj",) if self.values_are_keys else ("k_proj", "v_proj")
 
     def cache(self, ranks: int = 1) -> LayerCache:
-        """The values that each of `ranks` tensor ranks caches of a token: its key and its value."""
+        """The values that each of `ranks` tensor ranks caches of a token: its key and its value; nothing where it reads
+        those of another layer.
+        """
+        if self.reads_keys:
+            return LayerCache((), None)
         return LayerCache(((self.kv_heads // ranks, self.head_dim),) * 2, self.window)
 
     @property
@@ -134,24 +157,24 @@ class Heads:
         """Its parameters in a model of that width, in the order of the forward pass."""
         shapes: Shapes = {"sinks": (self.heads,)} if self.sinks else {}  # first, for it is in no module
         shapes |= linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
-        shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
-        shapes |= {} if self.values_are_keys else linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
+        for name in self.key_products:
+            shapes |= linear_shapes(name, self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("gate_proj", self.query_width, width, False) if self.output_gate else {}
         if self.qk_norm is not None:
             queries, keys = self.normed_widths
-            shapes |= {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
+            shapes |= {"q_norm.weight": (queries,)} | ({} if self.reads_keys else {"k_norm.weight": (keys,)})
         return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
 
     @property
     def tensor_cut(self) -> TensorCut:
         """The cut over processes, by heads; norms of single heads are whole."""
-        roles: dict[str, Role] = {"q_proj": "column", "k_proj": "grouped"}
-        roles |= {} if self.values_are_keys else {"v_proj": "grouped"}
+        roles: dict[str, Role] = {"q_proj": "column", **dict.fromkeys(self.key_products, "grouped")}
         roles |= {"gate_proj": "column"} if self.output_gate else {}
         roles["o_proj"] = "row"
         norms = {"q_norm": "q_proj", "k_norm": "k_proj"} if self.qk_norm == "full" else {}
         units = dict.fromkeys(roles, self.head_dim)
-        return TensorCut(roles, units, slots={"prefix": "k_proj", "sinks": "q_proj"}, norms=norms)
+        slots = {} if self.reads_keys else {"prefix": "k_proj", "sinks": "q_proj"}
+        return TensorCut(roles, units, slots=slots, norms=norms)
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
@@ -192,6 +215,7 @@ class Latent:
 
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
+    sharing: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -299,6 +323,7 @@ class Factorized:
     kv_heads: ClassVar[int] = 1
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
+    sharing: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -378,6 +403,7 @@ class Delta:
     rope: ClassVar[None] = None
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
+    sharing: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))

@@ -261,7 +261,8 @@ class LayerScalar(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
+    """tokens [T] -> [T, D], D the model's width unless another one is given. The slot `adapter` takes over the look-up,
+    also of tokens past the vocabulary.
 
     Where the vocabulary is cut over processes, tokens with rows on another process give zeros, and `leave` sums over
     the processes.
@@ -270,11 +271,11 @@ class Embedding(nn.Module):
     adapter: EmbeddingAdapter | None
     weight: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, width: int | None = None, multiplier: float | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_rows, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.vocab_rows, config.hidden_size if width is None else width))
         self.register_module("adapter", None)
-        self.multiplier = config.embedding_multiplier
+        self.multiplier = config.embedding_multiplier if multiplier is None else multiplier
         self.rows = config.vocab_rows
         """Rows on all processes together."""
         self.vocab_start = 0

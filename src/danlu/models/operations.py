@@ -78,6 +78,12 @@ class Operation:
 
 ROTATION = "rotation"
 """The value of the tables that rotate queries and keys, cos and sin; all layers with one rotary embedding share it."""
+KEYS, VALUES = "keys_of_another_layer", "values_of_another_layer"
+"""The values of a layer without keys of its own: those of the layer that gives them, which counts them."""
+EMBEDDINGS = "embeddings_of_layer"
+"""The value of a layer's own embeddings of the tokens, a part of one tensor that all layers share."""
+OF_OTHERS = frozenset({ROTATION, KEYS, VALUES, EMBEDDINGS})
+"""The values that a layer reads and does not count among its own."""
 
 
 def made_by(operations: Iterable[Operation]) -> dict[str, Value]:

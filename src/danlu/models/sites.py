@@ -13,10 +13,14 @@ from danlu.models.hf_layout import entry_of, hf_name, modules_of, prefix_of
 
 def sites_of(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
-    linear layer, the stacked ones of experts, the embedding and the head over the vocabulary, where it has one.
+    linear layer, the stacked ones of experts, the embedding and the head over the vocabulary, where it has one. The
+    table of layers' own embeddings is none.
     """
     shape = (config.vocab_rows, config.hidden_size)
     sites = [Site("embed_tokens", hf_name("embed_tokens", config), "embedding", None, shape, None)]
+    if config.per_layer_width:
+        name, of_product = "per_layer_model_projection", (config.per_layer_columns, config.hidden_size)
+        sites.append(Site(name, hf_name(name, config), "per_layer", None, of_product, None))
     for parameter, sides in parameter_shapes(config).items():
         name, _, kind = parameter.rpartition(".")
         first, *rest = name.split(".")

@@ -20,8 +20,10 @@ Role = Literal["column", "grouped", "row", "whole"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
 hold the same head), by its inputs, or not at all: its gradient is then a sum over processes.
 """
-OF_VOCABULARY = ("embed_tokens", "lm_head")
+OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 """The modules of a decoder that are cut by rows of the vocabulary."""
+OF_EACH_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+"""The modules outside of layers that make each layer's own embeddings, in models that have such."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Role = Literal["matrix", "embedding", "head", "vector"]
 
 # Modules with a weight that is looked up by token or position, in the names of the families we read.
-_EMBEDDINGS = frozenset({"embed_tokens", "embed_positions", "embedding", "wte", "wpe"})
+_EMBEDDINGS = frozenset({"embed_tokens", "embed_tokens_per_layer", "embed_positions", "embedding", "wte", "wpe"})
 _HEADS = frozenset({"lm_head"})
 
 

@@ -241,6 +241,12 @@ def _context_problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
     context = section.context
     if context.size == 1:
         return
+    if config.shares_keys:
+        yield (
+            "parallel.context: keys are exchanged by the layer that makes them, and layers of this model read those of "
+            "earlier layers. Use parallel.tensor with sequence: true, or parallel.shard: zero3"
+        )
+        return
     mixers = list(dict.fromkeys(kind.mixer for kind in config.kinds))
     if context.method != "ulysses" and any(isinstance(mixer, Delta) for mixer in mixers):
         yield (

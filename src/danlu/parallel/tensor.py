@@ -125,6 +125,10 @@ class Cutter:
         self._copies = trained_copies(self.adapters)
         if hasattr(model, "embed_tokens"):
             self._embedding(model.embed_tokens, self._vocabulary, regions)
+        if model.config.per_layer_width:
+            self._embedding(model.embed_tokens_per_layer, self._vocabulary, regions)
+            self._uncut(model.per_layer_model_projection)
+            self._uncut(model.per_layer_projection_norm)
         if model.chunks.has_last:
             self._uncut(model.norm)
         if model.lm_head is not None:
@@ -233,7 +237,12 @@ class Cutter:
 
     def _uncut(self, module: nn.Module) -> None:
         """A module that works on whole features, of all tokens or of this rank's under sequence parallelism."""
+        from danlu.adapters.dropout import Dropout
+
         self._whole(module, self.group if self.sequence else self.alone)
+        for part in module.modules() if self.sequence else ():
+            if isinstance(dropout := getattr(part, "dropout", None), Dropout):
+                dropout.share = self.group.index, self.group.size
 
     # ── parameters ──
 

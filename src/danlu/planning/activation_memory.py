@@ -87,7 +87,8 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
     before = peak = 0
     for index, (own, settings) in enumerate(zip(layers, passes, strict=True)):
         is_first = settings.segment is None or not index or passes[index - 1].segment != settings.segment
-        kept = own.kept if is_first else 0  # in a segment the first layer alone keeps its input
+        # In a segment the first layer alone keeps its input; keys that later layers read leave the segment.
+        kept = own.kept if is_first else sum(map(own.graph.bytes_of, own.graph.given))
         again = stream * inputs_again.get(settings.segment, 0)
         peak = max(peak, before + again + max(stream + own.forward, own.backward))
         before += kept
@@ -96,7 +97,8 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
         before = min(before, _IN_FLIGHT * largest) if plan.in_flight else 0
         peak = before + max(max(own.offloaded_backward, own.forward + stream) for own in layers)
     has_tables = any(ROTATION in own.graph.kept.names for own in layers)
-    outside = _OutsideLayers(config, batch, stream, has_tables, plan.has_head)
+    trains_embeddings = any(own.training.weights for own in passes)
+    outside = _OutsideLayers(config, batch, stream, has_tables, plan.has_head, trains_embeddings)
     kept = before + outside.throughout + outside.until_backward
     peak = max(peak + outside.throughout, kept + outside.norm_backward)
     return ActivationBytes(kept=kept, recomputed=max(0, peak - kept))
@@ -120,12 +122,25 @@ class _OutsideLayers:
     """Whether tables of rotations are kept."""
     has_head: bool
     """Whether the final norm and the loss come behind the layers."""
+    trains_embeddings: bool
+    """Whether there are gradients of the layers' own embeddings, where they have some."""
 
     @property
     def throughout(self) -> int:
-        """Bytes until the last layer's backward pass ends: token ids and the tables of rotations."""
+        """Bytes until the last layer's backward pass ends: token ids, the tables of rotations, and layers' own
+        embeddings.
+        """
         tables = sum(2 * rope.dim for rope in self.config.ropes) * self.batch.element_bytes * self.has_tables
-        return (8 + tables) * self.batch.tokens
+        return (8 + tables) * self.batch.tokens + self._embeddings
+
+    @property
+    def _embeddings(self) -> int:
+        """Bytes of layers' own embeddings, and of the product that is normed for them with its statistics."""
+        count = self.config.per_layer_columns * self.stream // self.config.hidden_size
+        if not self.trains_embeddings:
+            return count
+        statistics = 4 * len(self.config.layers) * self.stream // (self.config.hidden_size * self.batch.element_bytes)
+        return 2 * count + (statistics if count else 0)
 
     @property
     def until_backward(self) -> int:

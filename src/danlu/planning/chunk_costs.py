@@ -19,7 +19,7 @@ from danlu.planning.rank_tensors import RankTensor
 from danlu.planning.speeds import Speeds
 from danlu.planning.step_estimate import StepEstimate, context_cut
 from danlu.planning.step_walk import ChunkCost
-from danlu.planning.step_work import embedding_work, loss_work, norm_work
+from danlu.planning.step_work import embedding_work, loss_work, norm_work, own_embeddings_work
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 
@@ -67,6 +67,10 @@ def _outside_layers(
     is_trained, rows = recipe.adapter is None, -(-config.vocab_size // share.degree)
     if chunk == 0:
         yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained)
+        if columns := config.per_layer_columns:
+            tokens = -(-batch.tokens // share.degree) if share.sequence else batch.tokens
+            yield embedding_work(batch.tokens, columns, rows, element_bytes, trained=is_trained)
+            yield own_embeddings_work(tokens, width, columns, element_bytes, trained=is_trained)
     if chunk < chunks.last:
         return
     yield norm_work(-(-batch.tokens // share.degree) if share.sequence else batch.tokens, width, element_bytes)

@@ -22,7 +22,13 @@ class Device(NamedTuple):
 
 
 def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, config: ModelConfig) -> Iterator[str]:
-    """Yields the reasons why a map that is given by hand does not fit a model."""
+    """Yields the reasons why a model cannot be shared out, or why a map that is given by hand does not fit it."""
+    if section is not None and config.carries_values:
+        yield (
+            "parallel.device_map: devices are handed the residual stream alone, and layers of this model read "
+            f"{config.carried}. Use parallel.tensor, or parallel.shard: zero3"
+        )
+        return
     if section is None or isinstance(section, str):
         return
     key, count, entries = "parallel.device_map", len(config.layers), entries_of(section)

@@ -70,8 +70,11 @@ class DecoderFlops:
 
     def __init__(self, config: ModelConfig) -> None:
         kinds = [(layer_flops(kind, config.hidden_size), config.layers.count(kind), kind) for kind in config.kinds]
-        self.weights = sum(count * own.weights for own, count, _ in kinds)
-        """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down."""
+        of_embeddings = config.per_layer_columns * config.hidden_size
+        self.weights = sum(count * own.weights for own, count, _ in kinds) + of_embeddings
+        """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down; and the matrix that
+        makes layers' own embeddings.
+        """
         self._head = config.hidden_size * config.vocab_size
         self._mixers = [(count, kind.mixer.window, own.of_pair, own.of_token) for own, count, kind in kinds]
 

@@ -13,8 +13,11 @@ from functools import cached_property
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
+from danlu.models.tensor_cut import OF_EACH_LAYER
 
 HALVES = ("attention", "mlp")
+_NOT_IN_FRONT = tuple(f"{name}." for name in ("layers", "norm", "lm_head", *OF_EACH_LAYER))
+"""The beginnings of parameters that the first layer's input does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class TrainedNames:
     @cached_property
     def outside(self) -> bool:
         """Whether one is in front of all layers: the embedding, or something on it."""
-        return any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in self.names)
+        return any(not name.startswith(_NOT_IN_FRONT) for name in self.names)
 
     @cached_property
     def _owners(self) -> frozenset[str]:
@@ -91,4 +94,7 @@ def first_half_with_gradient(trained: TrainedNames, chunks: Chunks) -> tuple[int
 
 
 def _trained_behind(trained: TrainedNames, layer: str, half: str) -> bool:
-    return trained.within(f"{layer}.after_{half}") or trained.within(f"{layer}.post_{half}_norm")
+    behind = [f"{layer}.after_{half}", f"{layer}.post_{half}_norm"]
+    if half == "mlp":
+        behind += [f"{layer}.per_layer", f"{layer}.post_per_layer_norm", *OF_EACH_LAYER]
+    return any(map(trained.within, behind))

@@ -18,7 +18,7 @@ from typing import Literal
 
 from danlu.models.layer_operations import ENTER, layer_operations
 from danlu.models.layer_spec import Experts, LayerSpec
-from danlu.models.operations import ROTATION, Operation, Value, made_by
+from danlu.models.operations import EMBEDDINGS, KEYS, OF_OTHERS, ROTATION, VALUES, Operation, Value, made_by
 from danlu.planning.attention_memory import attention_kept
 from danlu.planning.batch_shape import WHOLE, BatchShape, RankShare
 
@@ -63,7 +63,7 @@ class KeptValues:
     """The values that are kept, and the rest that has no name in the list of operations."""
 
     names: set[str] = field(default_factory=set)
-    """Names of values, with `x` for the layer's input and `rotation` for the tables that layers share."""
+    """Names of values, with `x` for the layer's input, and those of `operations.OF_OTHERS` that it reads."""
     elements: int = 0
     """Further elements in the type of activations: probabilities, and copies that a kernel fills up or widens."""
     float32: int = 0
@@ -89,8 +89,14 @@ class LayerGraph:
 
     @cached_property
     def values(self) -> Mapping[str, Value]:
-        """The layer's input and all values that are made, by name."""
-        return {"x": Value("x", self.width, is_local=True)} | made_by(self.operations)
+        """The layer's input, values of other layers that it reads, and all values that are made, by name."""
+        read = {"x": Value("x", self.width, is_local=True)}
+        if self.spec.per_layer_width:
+            read[EMBEDDINGS] = Value(EMBEDDINGS, self.spec.per_layer_width, is_local=True)
+        if self.spec.mixer.sharing == "reads":
+            keys = self.spec.attention
+            read |= {name: Value(name, keys.kv_width, parts=keys.kv_heads) for name in (KEYS, VALUES)}
+        return read | made_by(self.operations)
 
     @property
     def output(self) -> str:
@@ -100,7 +106,8 @@ class LayerGraph:
     @cached_property
     def gradients(self) -> frozenset[str]:
         """Names of the values that have a gradient."""
-        names = {"x"} if self.training.input_needs_gradient else set[str]()
+        names = {"x", KEYS, VALUES} if self.training.input_needs_gradient else set[str]()
+        names |= {EMBEDDINGS} if self.training.weights else set[str]()
         for operation in self.operations:
             if self._needs_gradient(operation, names):
                 names |= {value.name for value in operation.makes if value.type not in ("int64", "bool")}
@@ -144,7 +151,7 @@ class LayerGraph:
         kept = KeptValues()
         if self.recompute == "full":
             if self.with_backward:
-                kept.names |= {"x", ROTATION}
+                kept.names |= {"x", ROTATION, *self.given}
             return kept
         needed = set[str]()
         for operation in self.with_backward:
@@ -164,12 +171,27 @@ class LayerGraph:
             inputs -= made_again
             inputs |= {each for name in made_again for each in self.inputs_of(self.region_of[name])}
         kept.names |= inputs
+        if self.recompute == "selective":
+            kept.names |= self.given
+        elif self.recompute == "elementwise":  # what its attention keeps, those of later layers keep too
+            kept.names |= self.given.intersection(*(self.saved.get(each.name, ()) for each in self._attentions))
         return kept
 
     @property
+    def _attentions(self) -> Iterator[Operation]:
+        return (each for each in self.operations if each.kind == "attention")
+
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """Names of the keys and values that later layers read: they are kept, whatever this layer makes again."""
+        if self.spec.mixer.sharing != "gives":
+            return frozenset()
+        return frozenset(name for each in self._attentions for name in each.reads[1:])
+
+    @property
     def kept_bytes(self) -> int:
-        """The bytes of kept values on this rank, without the tables of rotations, which layers share."""
-        named = sum(self.bytes_of(name) for name in self.kept.names if name != ROTATION)
+        """The bytes of kept values on this rank, without those of other layers and those that layers share."""
+        named = sum(self.bytes_of(name) for name in self.kept.names - OF_OTHERS)
         return named + self.bytes_of_elements(self.kept.elements, self.kept.float32)
 
     def bytes_of_elements(self, elements: int, float32: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from danlu.models.mixer_spec import Delta
-from danlu.models.operations import ROTATION, Operation
+from danlu.models.operations import OF_OTHERS, ROTATION, Operation
 from danlu.planning.attention_memory import attention_temporaries
 from danlu.planning.layer_graph import LayerGraph
 
@@ -113,7 +113,7 @@ def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
         graph = replace(graph, recompute="none")
         peak = kept + _forward_peak(graph) + graph.bytes_of(graph.output)
         is_offloaded = False
-    live = {name: graph.bytes_of(name) for name in graph.kept.names | {"x"} if name != ROTATION}
+    live = {name: graph.bytes_of(name) for name in (graph.kept.names | {"x"}) - OF_OTHERS}
     unnamed = {
         each.name: graph.bytes_of_elements(*graph.unnamed(each))
         for each in graph.with_backward
@@ -132,11 +132,11 @@ def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
                 there = 0 if is_offloaded else sum(live.values()) + sum(unnamed.values())
                 peak = max(peak, there + sum(gradients.values()) + again)
         if is_offloaded:
-            there = sum(graph.bytes_of(name) for name in graph.saved[operation.name] if name != ROTATION)
+            there = sum(graph.bytes_of(name) for name in graph.saved[operation.name] if name not in OF_OTHERS)
             there += unnamed.get(operation.name, 0)
         else:
             there = sum(live.values()) + sum(unnamed.values())
-        handed = {name: graph.bytes_of(name) for name in operation.reads if name in graph.gradients}
+        handed = {name: graph.bytes_of(name) for name in operation.reads if name in graph.gradients - OF_OTHERS}
         new = weight_gradient_bytes(graph, operation)
         total = there + sum(gradients.values()) + sum(handed.values()) + new
         peak = max(peak, total + _backward_temporaries(graph, operation))

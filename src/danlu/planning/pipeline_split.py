@@ -22,6 +22,12 @@ def split_problems(section: Pipeline, config: ModelConfig) -> Iterator[str]:
         return
     layers, count = len(config.layers), num_chunks(section)
     key = "parallel.pipeline"
+    if config.carries_values:
+        yield (
+            f"{key}: stages pass on the residual stream alone, and layers of this model read {config.carried}. Use "
+            "parallel.tensor, or parallel.shard: zero3"
+        )
+        return
     per_stage = count // section.stages
     for argument, message in schedule_problems(section.schedule, section.stages, per_stage, 2 * section.stages):
         yield f"{key}.{argument}: {message}"

@@ -18,7 +18,7 @@ from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts
-from danlu.models.tensor_cut import TensorPart, tensor_parts
+from danlu.models.tensor_cut import OF_EACH_LAYER, TensorPart, tensor_parts
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, expert_shard_dim
 from danlu.parallel.schedules import placement
@@ -189,7 +189,8 @@ class RankModel:
             return 1
         if (own := self.parts.get(tensor.name)) is not None:
             return own.gradient_ranks
-        if tensor.name.startswith("layers.") and tensor.name.split(".")[2] not in HALVES:
+        first, *path = tensor.name.split(".")
+        if first in OF_EACH_LAYER or (first == "layers" and path[1] not in HALVES):
             return self.layout.tensor if self.sequence else 1
         linear = self.parts.get(tensor.linear)
         if linear is not None:
@@ -293,6 +294,8 @@ def tensor_step(model: RankModel, micro_batches: Sequence[MicroBatch]) -> Tensor
         row_norms=len(micro_batches) * _row_norms(model),
         head_norms=tokens * head_norms(config, plan, model.trained, first_with_gradient),
         micro_batches=len(micro_batches),
+        own_embeddings=config.per_layer_columns,
+        trains_own_embeddings=model.trained.within("embed_tokens_per_layer"),
     )
 
 
@@ -346,6 +349,8 @@ def _row_norms(model: RankModel) -> int:
             continue
         _, layer, half, linear = linear.split(".", 3)
         spec = model.config.layers[int(layer)]
+        if half not in HALVES:  # what is whole on every rank
+            continue
         if (spec.mixer if half == "attention" else spec.feed).tensor_cut.roles.get(linear) != "row":
             continue
         adapter = rest.partition(".")[0]

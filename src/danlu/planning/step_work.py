@@ -41,6 +41,23 @@ def embedding_work(
     return OperationWork("embed_tokens", "embedding", (Moved(looked_up),), (), gradients, sums)
 
 
+def own_embeddings_work(
+    tokens: int, width: int, columns: int, element_bytes: int, *, trained: bool = True
+) -> OperationWork:
+    """The product of embeddings [T, D] that is normed for layers' own embeddings [T, columns], and their sum with the
+    rows of a table.
+    """
+    precision, count = "bf16" if element_bytes < _FLOAT32 else "fp32", tokens * columns * element_bytes
+    sums = (Moved(2 * count, "norm", precision), Moved(3 * count, "add", precision))
+    forward = (Product(tokens, columns, width, precision), *sums)
+    if not trained:
+        return OperationWork("per_layer_model_projection", "product", forward)
+    backward = (Moved(3 * count, "norm_backward", precision), Product(tokens, width, columns, precision))
+    of_weight = (Product(columns, width, tokens, precision),)
+    accumulation = (Moved(3 * columns * width * _FLOAT32, "add"),)
+    return OperationWork("per_layer_model_projection", "product", forward, backward, of_weight, accumulation)
+
+
 def norm_work(tokens: int, width: int, element_bytes: int) -> OperationWork:
     """The norm behind the last layer."""
     precision, count = "bf16" if element_bytes < _FLOAT32 else "fp32", tokens * width * element_bytes

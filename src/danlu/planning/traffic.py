@@ -254,6 +254,9 @@ class TensorStep:
     """Numbers that norms over all queries and keys sum: for each token one forward, one backward, and one where the
     norm is recomputed."""
     micro_batches: int = 1
+    own_embeddings: int = 0
+    """Columns of layers' own embeddings, which are looked up in rows that are cut as the vocabulary is."""
+    trains_own_embeddings: bool = False
     losses: int = 5
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
@@ -277,6 +280,7 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
         yield from _among_tensor_ranks(layout, "reduce-scatter", sums * once, "activations", sums * each)
     else:
         yield from _among_tensor_ranks(layout, "all-reduce", sums * once, "activations", sums * each)
+    yield from _own_embeddings(step, layout, section)
     numbers = (
         (step.losses * step.targets, "numbers of the cross-entropy", _LOSS_CALLS * each),
         (step.row_norms, "norms of rows", each),
@@ -286,6 +290,17 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
         yield from _among_tensor_ranks(layout, "all-reduce", count * 4, what, calls)
     for size, elements in step.partial.items():
         yield from _among_tensor_ranks(layout, "all-reduce", elements * 4, "partial gradients", among=size)
+
+
+def _own_embeddings(step: TensorStep, layout: Layout, section: Parallel) -> Iterator[CollectiveTraffic]:
+    """Yields the traffic of layers' own embeddings: sums of rows, and their gradients where tokens are cut."""
+    rows, each = step.tokens * step.own_embeddings * step.element_bytes, step.micro_batches
+    if not section.sequence:
+        yield from _among_tensor_ranks(layout, "all-reduce", rows, "layers' own embeddings", each)
+        return
+    yield from _among_tensor_ranks(layout, "reduce-scatter", rows, "layers' own embeddings", each)
+    if step.trains_own_embeddings:
+        yield from _among_tensor_ranks(layout, "all-gather", rows, "layers' own embeddings", each)
 
 
 @dataclass(frozen=True)

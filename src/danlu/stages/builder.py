@@ -241,6 +241,11 @@ class DecoderBuilder:
             from danlu.planning.device_map import device_map_problems
 
             wrong += device_map_problems(parallel.device_map, config)
+        if self.recipe.memory.recompute.kind == "planned" and config.carries_values:
+            wrong.append(
+                "memory.recompute: planned measures layers one by one, and layers of this model read "
+                f"{config.carried}. Use selective, or full"
+            )
         if wrong:
             raise RecipeError(wrong)
 

@@ -15,7 +15,7 @@ from danlu.models.layer_spec import Experts
 from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
 from danlu.parallel.layout import Layout, problems
-from danlu.planning.pipeline_split import pipedream_problems
+from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.stages.builder import check_router
@@ -58,7 +58,8 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     data = proxy_data(recipe, count * (CANDIDATES if config.has_experts else 1))
     unscaled = _config(recipe, data.vocab_size)
     config, length = with_long_context(unscaled, recipe.long_context, max_length), trained_length(data.packs)
-    if wrong := [*problems(recipe.parallel, config), *pipedream_problems(recipe, config)]:
+    carried = split_problems(recipe.parallel.pipeline, config) if config.carries_values else ()
+    if wrong := [*problems(recipe.parallel, config), *carried, *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder, length)
     assert full or not list(problems(small_recipe.parallel, small)), "divides as the large one does"

@@ -58,13 +58,17 @@ def proxy_config(
     mixers = [_splitting(mixer, hidden) for mixer in mixers] if splits_width else mixers
     inner_unit = unit if quantized else 4 * tensor
     feeds = [_small_feed(layer.feed, hidden / config.hidden_size, inner_unit, layout.expert) for layer in large]
+    if config.shares_keys:
+        feeds = _in_proportion([layer.feed for layer in large], feeds)
+    own_width = min(config.per_layer_width, unit)
     multiplier = config.embedding_multiplier
     small = replace(
         config,
         vocab_size=_with_remainder(config.vocab_size, VOCAB_SIZE, layout.tensor * layout.data),
         hidden_size=hidden,
         layers=tuple(
-            replace(layer, mixer=mixer, feed=feed) for layer, mixer, feed in zip(large, mixers, feeds, strict=True)
+            replace(layer, mixer=mixer, feed=feed, per_layer_width=own_width)
+            for layer, mixer, feed in zip(large, mixers, feeds, strict=True)
         ),
         embedding_multiplier=math.sqrt(hidden) if multiplier == math.sqrt(config.hidden_size) else multiplier,
         bos_token_id=1,
@@ -290,7 +294,28 @@ def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec
     """Selects `count` layers: the first ones and the last, or, where those lack a kind that others have, layers spread
     over all."""
     count = min(count, len(layers))
+    if any(layer.mixer.sharing for layer in layers):
+        return _sample_sharing(layers, count)
     first = (*layers[: count - 1], layers[-1])
     if len(set(first)) == len(set(layers)):
         return first
     return tuple(layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count))
+
+
+def _sample_sharing(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec, ...]:
+    """Selects a layer of each kind where some read the keys of others, in the model's order, and more up to `count`."""
+    chosen = {layers.index(kind) for kind in dict.fromkeys(layers)}
+    more = (place for place, layer in enumerate(layers) if layer.mixer.sharing is None or layer.mixer.reads_keys)
+    for place in more:
+        if len(chosen) < count:
+            chosen.add(place)
+    return tuple(layers[place] for place in sorted(chosen | {len(layers) - 1}))
+
+
+def _in_proportion(large: Sequence[Feed], small: Sequence[Feed]) -> list[Feed]:
+    """Small networks as many times as wide as the first one as the large ones are (Gemma 4 E2B has two widths)."""
+    base, own = large[0].intermediate_size, small[0].intermediate_size
+    return [
+        replace(feed, intermediate_size=own * wide.intermediate_size // base)
+        for wide, feed in zip(large, small, strict=True)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from danlu.models.config import ModelConfig
 from danlu.models.families.family import GENERATION_ONLY, Family, Stored
@@ -45,19 +45,25 @@ def read_gemma4(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     mixer = replace(plain.attention, scale=1.0, qk_norm="head", value_norm=True, **attention_biases(hf))
     heads = {_SLIDING: mixer, _FULL: _full_heads(hf, mixer, windows)}
     ropes = _read_ropes(hf, {kind: each.head_dim for kind, each in heads.items()})
-    feed = _read_feed(hf, plain.feed.intermediate_size)
-    of_window = {
-        window: replace(
+    width, wide = plain.feed.intermediate_size, 2 if hf.flag("use_double_wide_mlp") else 1
+    sharing = _sharing(hf, windows)
+    feeds = {reads: _read_feed(hf, width * (wide if reads else 1)) for reads in (False, True)}
+    own_width = _per_layer_width(hf)
+    of_kind = {
+        (window, shares): replace(
             plain,
-            mixer=replace(heads[kind := _SLIDING if window else _FULL], window=window, rope=ropes[kind]),
-            feed=feed,
+            mixer=replace(
+                heads[kind := _SLIDING if window else _FULL], window=window, rope=ropes[kind], sharing=shares
+            ),
+            feed=feeds[shares == "reads"],
             norms="sandwich",
             scalar=True,
+            per_layer_width=own_width,
         )
-        for window in dict.fromkeys(windows)
+        for window, shares in dict.fromkeys(zip(windows, sharing, strict=True))
     }
     return {
-        "layers": tuple(of_window[window] for window in windows),
+        "layers": tuple(of_kind[each] for each in zip(windows, sharing, strict=True)),
         "embedding_multiplier": hf.integer("hidden_size") ** 0.5,
         "final_softcap": hf.optional_number("final_logit_softcapping"),
     }
@@ -82,9 +88,10 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": one_window(config) or _DEFAULTS["sliding_window"],
         "layer_types": layer_types_of(config),
         "final_logit_softcapping": config.final_softcap,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        **_feed_keys(config.layers[0].feed),
+        "hidden_size_per_layer_input": config.per_layer_width,
+        "num_kv_shared_layers": sum(layer.attention.reads_keys for layer in config.layers),
+        **_feed_keys(config),
+        **({"vocab_size_per_layer_input": config.vocab_rows} if config.per_layer_width else {}),
     }
 
 
@@ -103,9 +110,45 @@ def _read_feed(hf: HFValues, width: int) -> Dense | Experts:
     )
 
 
-def _feed_keys(feed: Dense | Experts) -> dict[str, Any]:
+def _sharing(hf: HFValues, windows: tuple[int | None, ...]) -> list[Literal["gives", "reads"] | None]:
+    """How each layer shares keys and values: the last layers read those of the last layer before them of their kind."""
+    count = hf.optional_integer("num_kv_shared_layers") or 0
+    first = len(windows) - count
+    if count < 0 or first < 1 or set(windows[first:]) - set(windows[:first]):
+        raise hf.error(
+            "num_kv_shared_layers",
+            f"{count} of {len(windows)} layers have no keys and values, and each kind of them needs a layer before "
+            "them that has some",
+        )
+    sharing: list[Literal["gives", "reads"] | None] = [
+        None if layer < first else "reads" for layer in range(len(windows))
+    ]
+    for window in dict.fromkeys(windows[first:]):
+        sharing[max(layer for layer in range(first) if windows[layer] == window)] = "gives"
+    return sharing
+
+
+def _per_layer_width(hf: HFValues) -> int:
+    width = hf.optional_integer("hidden_size_per_layer_input") or 0
+    rows = hf.optional_integer("vocab_size_per_layer_input")
+    if width and rows not in (None, hf.integer("vocab_size")):
+        raise hf.error(
+            "vocab_size_per_layer_input",
+            f"{rows} tokens have embeddings of each layer, and vocab_size is {hf.integer('vocab_size')}: only tables "
+            "with a row for each token of the vocabulary are read",
+        )
+    return width
+
+
+def _feed_keys(config: ModelConfig) -> dict[str, Any]:
+    feed = config.layers[0].feed
+    wide = [layer.feed.intermediate_size != feed.intermediate_size for layer in config.layers]
     if isinstance(feed, Dense):
-        return {"enable_moe_block": False, "hidden_activation": HF_ACTIVATIONS[feed.activation]}
+        return {
+            "enable_moe_block": False,
+            "hidden_activation": HF_ACTIVATIONS[feed.activation],
+            "use_double_wide_mlp": any(wide),
+        }
     assert feed.shared is not None, "experts stand next to a dense network"
     return {
         "enable_moe_block": True,
@@ -120,16 +163,14 @@ def _feed_keys(feed: Dense | Experts) -> dict[str, Any]:
 def read_gemma4_unified(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     if hf.flag("enable_moe_block"):
         raise hf.error("enable_moe_block", "transformers does not read it for this family")
+    if hf.optional_integer("hidden_size_per_layer_input"):
+        raise hf.error("hidden_size_per_layer_input", "transformers does not read it for this family")
     return read_gemma4(hf, plain, layers)
 
 
 def _refuse_parts(hf: HFValues) -> None:
-    if hf.optional_integer("hidden_size_per_layer_input"):
-        raise hf.error(
-            "hidden_size_per_layer_input", "embeddings of each layer, as Gemma 4 E2B and E4B have, are not supported"
-        )
-    if hf.optional_integer("num_kv_shared_layers"):
-        raise hf.error("num_kv_shared_layers", "keys and values that layers share are not supported")
+    if hf.optional_integer("num_kv_shared_layers") and hf.flag("enable_moe_block"):
+        raise hf.error("num_kv_shared_layers", "layers with experts that share keys and values are not supported")
     for key in ("rope_theta", "rope_scaling"):
         if key in hf:
             raise hf.error(key, "transformers does not read it for this family; say it in rope_parameters")
@@ -172,7 +213,13 @@ def _read_ropes(hf: HFValues, head_dims: Mapping[str, int]) -> Mapping[str, Any]
     return read_ropes_by_type(hf, head_dims, _ROPE, local_theta=("rope_theta", 10_000.0))
 
 
-_MODULES: dict[str, str | Stored] = {**GEMMA_MODULES, "layer_scalar.weight": "layer_scalar"}
+_MODULES: dict[str, str | Stored] = {
+    **GEMMA_MODULES,
+    "layer_scalar.weight": "layer_scalar",
+    "per_layer.gate_proj": "per_layer_input_gate",
+    "per_layer.down_proj": "per_layer_projection",
+    "post_per_layer_norm": "post_per_layer_input_norm",
+}
 _EXPERTS_MODULES: dict[str, str | Stored] = {
     **_MODULES,
     "mlp.router.weight": "router.proj.weight",
@@ -200,6 +247,7 @@ _DEFAULTS: dict[str, Any] = {
     "rope_parameters": _ROPES,
     "sliding_window": 512,
     "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 262144,
 }
 
 FAMILIES: dict[str, Family] = {
