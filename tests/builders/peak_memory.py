@@ -20,6 +20,7 @@ def peak_in(step: Any) -> int:
     """
     # Models of earlier tests wait in cycles for the collector: freed in the midst of it, they would lower the peak.
     gc.collect()
+    gc.freeze()  # so that the next call need not look at the same again
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

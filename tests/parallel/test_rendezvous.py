@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +20,16 @@ SHORT_S, LONG_S = 2.0, 60.0
 """What is waited for in vain, with time for a busy machine to look again; and what comes, or fails, by itself."""
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
     return found
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture
@@ -63,23 +69,58 @@ def test_all_come_to_one_store(port: int) -> None:
     assert said == []
 
 
-def test_who_has_not_come_is_named_before_the_time_is_up_and_after(port: int) -> None:
-    said: list[str] = []
-    with pytest.raises(ResourceError) as caught:
-        rendezvous(world(0, port, 4), SHORT_S, said.append)
-    where = f"127.0.0.1:{port} (from here)"
-    assert said == [f"waiting: ranks 1-3 of 4 have not come to {where}"]
-    assert str(caught.value).startswith(f"ranks 1-3 of 4 have not come to {where} in 2 s. Start all 4 processes")
+@dataclass
+class Waited:
+    """What a process that waited in vain said meanwhile, and its error in the end."""
+
+    port: int
+    said: list[str]
+    error: Exception
 
 
-@pytest.mark.parametrize(("local_rank", "tells"), [(None, True), (0, True), (1, False)])
-def test_nobody_listens(port: int, local_rank: int | None, tells: bool) -> None:
-    said: list[str] = []
-    with pytest.raises(ResourceError, match="Is rank 0 running, is MASTER_ADDR the machine") as caught:
-        rendezvous(world(1, port, local_rank=local_rank), SHORT_S, said.append)
-    why = f"rank 0 of 2 cannot be reached at 127.0.0.1:{port} (from here): Connection refused"
-    assert str(caught.value).startswith(f"{why}. ")
-    assert said == ([f"waiting: {why}"] if tells else [])  # of a machine's processes one is enough
+@pytest.fixture(scope="module")
+def waited() -> dict[str, Waited]:
+    """Of several that wait at the same time, each at a port of its own."""
+    worlds: dict[str, tuple[int, int, int | None]] = {
+        "for three ranks": (0, 4, None),
+        "alone on its machine": (1, 2, None),
+        "first of its machine": (1, 2, 0),
+        "second of its machine": (1, 2, 1),
+        "another program": (1, 2, None),
+    }
+    with ExitStack() as stack:
+        # A program that takes connections and says nothing.
+        mute = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        ports = {name: mute.getsockname()[1] if name == "another program" else free_port() for name in worlds}
+        said: dict[str, list[str]] = {name: [] for name in worlds}
+
+        def wait(name: str) -> None:
+            rank, size, local_rank = worlds[name]
+            rendezvous(world(rank, ports[name], size, local_rank), SHORT_S, said[name].append)
+
+        errors = together(*(partial(wait, name) for name in worlds))
+        return {name: Waited(ports[name], said[name], error) for name, error in zip(worlds, errors, strict=True)}
+
+
+def test_who_has_not_come_is_named_before_the_time_is_up_and_after(waited: dict[str, Waited]) -> None:
+    found = waited["for three ranks"]
+    assert isinstance(found.error, ResourceError)
+    where = f"127.0.0.1:{found.port} (from here)"
+    assert found.said == [f"waiting: ranks 1-3 of 4 have not come to {where}"]
+    assert str(found.error).startswith(f"ranks 1-3 of 4 have not come to {where} in 2 s. Start all 4 processes")
+
+
+@pytest.mark.parametrize(
+    ("name", "tells"),
+    [("alone on its machine", True), ("first of its machine", True), ("second of its machine", False)],
+)
+def test_nobody_listens(waited: dict[str, Waited], name: str, tells: bool) -> None:
+    found = waited[name]
+    assert isinstance(found.error, ResourceError)
+    assert "Is rank 0 running, is MASTER_ADDR the machine" in str(found.error)
+    why = f"rank 0 of 2 cannot be reached at 127.0.0.1:{found.port} (from here): Connection refused"
+    assert str(found.error).startswith(f"{why}. ")
+    assert found.said == ([f"waiting: {why}"] if tells else [])  # of a machine's processes one is enough
 
 
 def test_no_such_machine(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +132,10 @@ def test_no_such_machine(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous(world(1, port), SHORT_S, print)
 
 
-def test_another_program_has_the_port(port: int, mute: None) -> None:
-    with pytest.raises(ResourceError, match="what listens there does not answer as the store of a run does. Is rank 0"):
-        rendezvous(world(1, port), SHORT_S, print)
+def test_another_program_has_the_port(waited: dict[str, Waited], port: int, mute: None) -> None:
+    error = waited["another program"].error
+    assert isinstance(error, ResourceError)
+    assert "what listens there does not answer as the store of a run does. Is rank 0" in str(error)
     with pytest.raises(ResourceError, match=rf"rank 0 of 2 cannot listen at 127.0.0.1:{port} .*address already in use"):
         rendezvous(world(0, port), LONG_S, print)
 
