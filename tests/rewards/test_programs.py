@@ -65,7 +65,7 @@ def test_programs_made_for_the_judge_fail(kind):
 
 
 def test_numbers_that_are_only_close_are_compared_by_the_judge(kind):
-    several = {name: [verdict.passed for verdict in judged(kind, code, [*CLOSE_TESTS])] for name, code in CLOSE.items()}
+    several = at_once(lambda name: [each.passed for each in judged(kind, CLOSE[name], [*CLOSE_TESTS])], CLOSE)
     assert several == dict.fromkeys(CLOSE, [False] * len(CLOSE_TESTS))
     passed = [verdict.passed for verdict in judged(kind, "def f(): return 4.5", [*CLOSE_TESTS])]
     assert passed == [True] * 6 + [False] + [True] * 6

@@ -7,8 +7,9 @@ All of it is read when it is asked for, in some tenths of a second; there is no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from danlu.recipe import other_tools
@@ -59,7 +60,7 @@ def search_keys(query: str) -> list[Match]:
     return _best(Match(key, about[key], score) for key, score in scores.items() if score >= least)
 
 
-def _scores_of_other_names(terms: list[str]) -> dict[str, float]:
+def _scores_of_other_names(terms: Sequence[str]) -> dict[str, float]:
     """The keys that other tools call by these words, in any order: 100 for the words alone, less for longer names."""
     scores: dict[str, float] = {row.target: 100 for row in other_tools.find("_".join(terms)) if row.is_key}
     for row in (row for tool in other_tools.TITLES for row in other_tools.rows(tool) if row.is_key):
@@ -134,7 +135,7 @@ def _sections(text: str) -> Iterator[tuple[str, str]]:
     yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
-def _line_with(terms: list[str], text: str) -> str:
+def _line_with(terms: Sequence[str], text: str) -> str:
     """The line of a section with the most of the terms, or its first."""
     lines = [line.strip("| ") for line in text.splitlines() if line.strip()]
     return max(lines, key=lambda line: sum(word in line.lower() for word in terms), default="")
@@ -163,9 +164,10 @@ def search_messages(query: str) -> list[Match]:
     return _best(matches)
 
 
-def _terms(text: str) -> list[str]:
+@lru_cache(maxsize=10_000)
+def _terms(text: str) -> tuple[str, ...]:
     """The words of a text in small letters, without numbers and without those that say nothing."""
-    return [word for word in re.findall(r"[^\W\d_]{2,}", text.lower()) if word not in _EMPTY]
+    return tuple(word for word in re.findall(r"[^\W\d_]{2,}", text.lower()) if word not in _EMPTY)
 
 
 def _best(matches: Iterable[Match]) -> list[Match]:

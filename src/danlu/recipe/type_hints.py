@@ -7,15 +7,16 @@ functions, so that a new section needs no further declaration.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from functools import cache, wraps
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Recipe, Section
 
+T = TypeVar("T")
 Hint = Any
 """A type annotation."""
 
@@ -32,23 +33,42 @@ def field_types(section: type[Section]) -> dict[str, Hint]:
     return {name: hints[name] for name in section.model_fields}
 
 
-def union_members(hint: Hint) -> list[tuple[Hint, tuple[FieldInfo, ...]]]:
+def _by_identity(read: Callable[[Hint], T]) -> Callable[[Hint], T]:
+    """A function of a type that reads each type once. A type with bounds has no hash, so types are told by identity,
+    and those that were read are held.
+    """
+    known: dict[int, tuple[Hint, T]] = {}
+
+    @wraps(read)
+    def read_once(hint: Hint) -> T:
+        if id(hint) not in known:
+            known[id(hint)] = hint, read(hint)
+        return known[id(hint)][1]
+
+    return read_once
+
+
+@_by_identity
+def union_members(hint: Hint) -> Sequence[tuple[Hint, tuple[FieldInfo, ...]]]:
     """The alternatives of a type, unions flattened, each with the bounds that apply to it."""
     if generic_origin(hint) is Annotated:
         inner, *extras = get_args(hint)
         bounds = tuple(extra for extra in extras if isinstance(extra, FieldInfo) and extra.discriminator is None)
-        return [(member, (*inner_bounds, *bounds)) for member, inner_bounds in union_members(inner)]
+        return tuple((member, (*inner_bounds, *bounds)) for member, inner_bounds in union_members(inner))
     if generic_origin(hint) in (Union, types.UnionType):
-        return [member for alternative in get_args(hint) for member in union_members(alternative)]
-    return [(hint, ())]
+        return tuple(member for alternative in get_args(hint) for member in union_members(alternative))
+    return ((hint, ()),)
 
 
-def section_types(hint: Hint) -> list[type[Section]]:
+@_by_identity
+def section_types(hint: Hint) -> Sequence[type[Section]]:
     """Returns the section classes that a type admits; more than one when they are variants distinguished by `kind`."""
-    return [member for member, _ in union_members(hint) if isinstance(member, type) and issubclass(member, Section)]
+    return tuple(
+        member for member, _ in union_members(hint) if isinstance(member, type) and issubclass(member, Section)
+    )
 
 
-def subsection_types(hint: Hint) -> list[type[Section]]:
+def subsection_types(hint: Hint) -> Sequence[type[Section]]:
     """The section classes that a type admits, or those that the entries of its list are."""
     return section_types(hint) or section_types(entry_type(hint) or str)
 
@@ -66,10 +86,11 @@ def entry_type(hint: Hint, container: type = list) -> Hint | None:
     return next((get_args(each)[0] for each, _ in union_members(hint) if generic_origin(each) is container), None)
 
 
-def literal_values(hint: Hint) -> list[Any]:
+@_by_identity
+def literal_values(hint: Hint) -> Sequence[Any]:
     """Every value that the `Literal`s of a type admit."""
     literals = [member for member, _ in union_members(hint) if generic_origin(member) is Literal]
-    return [value for literal in literals for value in get_args(literal)]
+    return tuple(value for literal in literals for value in get_args(literal))
 
 
 @dataclass(frozen=True)
