@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def counted_and_predicted(
     return counted, own, step_traffic(RankModel.of(workload, layout, rank), shapes)
 
 
+def calls(traffic: list[CollectiveTraffic]) -> Counter[tuple[str, str]]:
+    """Calls by axis and collective."""
+    numbers: Counter[tuple[str, str]] = Counter()
+    for each in traffic:
+        numbers[each.axis, each.kind] += each.calls
+    return numbers
+
+
 def fits(counted: list[CollectiveTraffic], predicted: list[CollectiveTraffic]) -> bool:
     return all(row.agrees for row in table(counted, predicted, beside_bytes=0))
 
@@ -95,6 +104,8 @@ def test_a_rank_sends_what_its_config_says(tiny_world: World, tmp_path: Path, na
     rows = table(counted, own, beside_bytes=0)
     assert rows and all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
     assert planned == own
+    # Each sum of a loss has two calls, but for a micro-batch without targets.
+    assert calls(counted) - calls(own) == Counter() and (calls(own) - calls(counted)).total() in (0, 2)
     # The control: each axis and collective counts.
     for index in range(len(own)):
         assert not fits(counted, [*own[:index], *own[index + 1 :]]), own[index]

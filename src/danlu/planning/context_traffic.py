@@ -74,7 +74,8 @@ def context_traffic(
     axis, _ = axis_along(layout, "context")
     ring = GroupShape(layout.context // layout.ulysses, layout.ulysses * layout.tensor)
     ulysses = GroupShape(layout.ulysses, layout.tensor)
-    passes = sum(layer.runs + layer.output.has_gradient for layer in layers) * len(rows)
+    forward = sum(layer.runs for layer in layers) * len(rows)
+    backward = sum(layer.output.has_gradient for layer in layers) * len(rows)
     sent_bytes: dict[tuple[Kind, str], Fraction] = defaultdict(Fraction)
     for counts in rows:
         groups = [counts[first : first + layout.ulysses] for first in range(0, len(counts), layout.ulysses)]
@@ -85,9 +86,14 @@ def context_traffic(
                 sent_bytes[kind, "keys"] += count
     for (kind, what), count in sent_bytes.items():
         if count:
-            steps = ring.size - 1 if kind == "point-to-point" else 2 if kind == "all-to-all" else 1
-            group = ulysses if kind == "all-to-all" else ring
-            yield CollectiveTraffic(axis, kind, count, steps * passes, what, group)
+            match kind:
+                case "point-to-point":  # backward keys travel again, and their gradients behind them
+                    calls, group = (ring.size - 1) * (forward + 2 * backward), ring
+                case "all-to-all":  # before attention and after it
+                    calls, group = 2 * (forward + backward), ulysses
+                case _:
+                    calls, group = forward if kind == "all-gather" else backward, ring
+            yield CollectiveTraffic(axis, kind, count, calls, what, group)
 
 
 def document_load_traffic(numbers: int, layout: Layout) -> Iterator[CollectiveTraffic]:
