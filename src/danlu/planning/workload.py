@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from danlu.core.types import Role
 from danlu.memory.layer_plan import LayerPlan, plan_of_layers
@@ -20,8 +21,10 @@ from danlu.planning.layer_training import layers_training
 from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
-from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.recipe import Recipe
+
+if TYPE_CHECKING:
+    from danlu.planning.rollout_lengths import RolloutLengths
 
 
 @dataclass(frozen=True)
