@@ -821,4 +821,40 @@ MUTATIONS: tuple[Mutation, ...] = (
         "objectives/test_policy.py",
         "models_are_asked",
     ),
+    # -- the plan of rollouts
+    Mutation(
+        "planning/cache_memory.py",
+        "free -= running * sizes.state_bytes",
+        "pass",
+        "planning/test_cache_memory.py",
+    ),
+    Mutation(
+        "planning/rollout_passes.py",
+        "running += self._branch(answer, self._limit - running)",
+        "self._branch(answer, self._limit - running)",
+        "planning/test_rollout_passes.py",
+    ),
+    Mutation(
+        "planning/rollout_passes.py",
+        "lacking + len(answer.forks) + promised > self._free",
+        "lacking > self._free",
+        "planning/test_rollout_passes.py",
+        "make_room",
+    ),
+    Mutation(
+        "planning/rl_phases.py", "if role not in scored:", "if True:", "planning/test_rollout_seconds.py", "asked_once"
+    ),
+    Mutation(
+        "planning/answer_trees.py",
+        'if recipe.stage == "rl" and trains_on_pairs(recipe):',
+        "if False:",
+        "planning/test_rollout_seconds.py",
+        "largest_micro_batch",
+    ),
+    Mutation(
+        "planning/rollout_memory.py",
+        "size <= DECODE_BUFFER_BYTES",
+        "size < 0",
+        "planning/test_rollout_memory.py",
+    ),
 )

@@ -22,6 +22,7 @@ from danlu.models.packed_weights import PackedWeights
 from danlu.parallel.layout import Layout
 from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.cache_memory import EngineBounds, PoolSize
+from danlu.planning.cards import find_card
 from danlu.planning.cluster import Cluster
 from danlu.planning.flops import DecoderFlops, attention_pairs
 from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
@@ -30,16 +31,18 @@ from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.rl_phases import RlPlace, rl_phases
 from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.planning.rollout_passes import AskedPrompt, PassRun, RolloutPasses
-from danlu.planning.rollout_seconds import EngineModel, EngineSeconds, is_plain
+from danlu.planning.rollout_seconds import EngineModel, EngineSeconds, Precision, is_plain
+from danlu.planning.speeds import CardSpeeds, Efficiency
 from danlu.planning.step import plan_step
 from danlu.planning.step_plan import Phase, StepPlan
 from danlu.planning.target import Target
-from danlu.planning.workload import Workload
+from danlu.planning.workload import FrozenModel, Workload
 from danlu.recipe.sections import (
     BatchSize,
     Data,
     ExactReward,
     Grpo,
+    Kl,
     Model,
     ModelReward,
     Recipe,
@@ -256,6 +259,18 @@ def test_scores_are_asked_of_the_models_that_the_recipe_needs() -> None:
     assert of_optimizer["update"].seconds == 6 * count
 
 
+def test_a_reference_is_asked_once_where_its_score_is_in_the_reward() -> None:
+    place, head = RlPlace(FLOPS, "cuda", "flash"), 2 * 37 * CONFIG.hidden_size * CONFIG.vocab_size
+    plain = phases_of(recipe_of())["update"].seconds or 0.0
+    forward = (plain - 4 * head) / 3 + head
+    for where, scoring, update in (("reward", 2 * forward, plain), ("loss", None, plain + forward)):
+        recipe = recipe_of(Grpo(kl=Kl(coefficient=0.1, **{"in": where})))
+        workload = replace(workload_of(recipe), frozen=(FrozenModel("reference", CONFIG, ()),))
+        phases = {phase.name: phase.seconds for phase in rl_phases(workload, LENGTHS, BOUNDS, place).phases}
+        assert phases.get("scoring") == (None if scoring is None else pytest.approx(scoring))
+        assert phases["update"] == pytest.approx(update), where
+
+
 def test_phases_that_nobody_knows_say_so() -> None:
     rewards = [ExactReward(column="a"), ModelReward(path="judge")]
     reward = phases_of(recipe_of(rewards=rewards))["reward"]
@@ -349,3 +364,17 @@ def test_the_largest_micro_batch_has_whole_trees() -> None:
     pairs = workload_of(recipe_of(Sigmoid(), rollout={"samples": 8}))
     assert largest_micro_batch(pairs, 1, 1) == 2
     assert largest_micro_batch(workload_of(recipe_of(rollout={"samples": 8})), 1, 1) == 3
+
+
+def test_tokens_a_second_of_published_runs_are_met() -> None:
+    """Greedy decoding of 8 layers of 8B, 64 tokens behind 64: benchmarks/RESULTS.md, two GPUs on two hosts."""
+    config = small_config(
+        layers=8, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, head_dim=128, vocab_size=128_256
+    )
+    runs = {("fp32", 1): 166, ("fp32", 16): 1270, ("bf16", 1): 149, ("bf16", 16): 2233}
+    speeds = CardSpeeds(find_card("H200"), Efficiency(product=0.87, narrow=200.0, memory=0.75, call_s=2e-5))
+    precisions: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16"}
+    for (precision, answers), measured in runs.items():
+        seconds = EngineSeconds(EngineModel(config, precisions[precision], "cuda"), speeds)
+        passes = RolloutPasses([AskedPrompt(64, (64,))] * answers, BOUNDS, POOL)
+        assert answers * 64 / seconds.of_passes(passes.runs()) == pytest.approx(measured, rel=0.26), precision

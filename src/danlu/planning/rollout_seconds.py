@@ -63,12 +63,12 @@ CALLS: dict[str, CallCounts] = {
     "cpu": CallCounts(400, 330, 20),
     # Fitted on 8 layers of 8B in fp32 and bf16, 1 and 16 answers (H200, benchmarks/RESULTS.md): a call there is a
     # kernel, which takes longer.
-    "cuda": CallCounts(400, 110, 4),
+    "cuda": CallCounts(60, 25, 1),
 }
 
 
-_ADAPTER_CALLS = 30
-"""The same for a product with an adapter of low rank: both products, scaling, their sum with the base's, on a CPU."""
+_ADAPTER_CALLS = {"cpu": 30, "cuda": 4}
+"""The same for a product with an adapter of low rank: both products, scaling, their sum with the base's."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class EngineSeconds:
             if (adapter := self.model.training.adapter_of(operation.name)) is not None:
                 yield self.speeds.product(tokens, adapter.rank, inputs, precision)
                 yield self.speeds.product(tokens, outputs, adapter.rank, precision)
-                yield _ADAPTER_CALLS * self.speeds.call()
+                yield _ADAPTER_CALLS[self.model.device] * self.speeds.call()
 
     def _cut(self, operation: Operation) -> tuple[int, int]:
         """(outputs, inputs) of a product on this rank."""
@@ -212,10 +212,11 @@ class EngineSeconds:
 
     def _product(self, rows: int, outputs: int, inputs: int, precision: str) -> float:
         seconds: float = self.speeds.product(rows, outputs, inputs, precision)
-        if not self.model.packs or rows < 2:
+        if self.model.device == "cpu" and (not self.model.packs or rows < 2):
             return seconds
-        # oneDNN reads its own order of a weight as fast as memory gives it, however few rows there are. Then each row
-        # takes as long as the others: 51, 98 and 620 us of 1, 8 and 64 rows (`models.packed_weights`).
+        # A GPU, and oneDNN with its own order of a weight, read it as fast as memory gives it, however few rows there
+        # are. Then each row takes as long as the others: 51, 98 and 620 us of 1, 8 and 64 rows of oneDNN
+        # (`models.packed_weights`).
         read = self._traffic((outputs * inputs + rows * (inputs + outputs)) * ELEMENT_BYTES[precision])
         arithmetic = rows / PACKED_ROWS * self.speeds.product(PACKED_ROWS, outputs, inputs, precision)
         return min(seconds, read + arithmetic)
