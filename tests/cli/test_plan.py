@@ -143,6 +143,8 @@ def test_answers_are_as_long_as_a_file_has_them(
     )
     longest = planned(capsys, recipe, "--on", "A100-80G")
     assert [*longest["rollout"]["phases"]] == ["hand_over_s", "rollout_s", "reward_s", "update_s"]
+    assert longest["tokens_per_second"] is None is longest["mfu"]
+    assert not any("packed sequence" in sentence for sentence in longest["assumptions"])
     assert any("rollout.max_new_tokens (32)" in sentence for sentence in longest["assumptions"])
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"prompt_tokens": 5, "answer_tokens": [4, 8]}')

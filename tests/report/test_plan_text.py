@@ -119,7 +119,7 @@ def test_phases_of_a_rollout() -> None:
         "  answers are drawn while the trainer works: the trainer waits for answers",
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
-    assert "== seconds of a step" not in text and "1,200 steps" in text
+    assert "== seconds of a step" not in text and "documents:" not in text and "1,200 steps" in text
     values["rollout"] |= {"steps": 1, "slower": None}
     text = "\n".join(plan_lines(values, "grpo.yaml"))
     assert "the step that trains on it: 3" in text and "drawn while" not in text

@@ -47,8 +47,9 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
         "seconds": None if plan.seconds is None else _seconds(plan.seconds),
         "traffic": [_traffic(each) for each in worst.traffic],
         "flops": plan.flops,
-        "tokens_per_second": plan.tokens_per_s,
-        "mfu": None if (peak := card.peaks.get(_precision(recipe))) is None else plan.mfu(peak),
+        # Between rollouts a step trains on answers, and not on sequences of full length.
+        "tokens_per_second": plan.tokens_per_s if plan.rollout is None else None,
+        "mfu": None if (peak := card.peaks.get(_precision(recipe))) is None or plan.rollout else plan.mfu(peak),
         "rollout": None if plan.rollout is None else _rollout(plan.rollout),
         "training": _training(plan, workload, cluster),
         "assumptions": [*plan.assumptions, *_assumed(plan.rollout)],

@@ -194,7 +194,7 @@ class _Planner:
 
     def _assumptions(self) -> list[str]:
         said = []
-        if self.workload.lengths.documents is None:
+        if self.workload.lengths.documents is None and self.workload.recipe.stage != "rl":
             length = self.workload.recipe.data.max_length
             said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
         return said

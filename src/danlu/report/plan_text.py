@@ -41,7 +41,8 @@ def plan_lines(values: Mapping[str, Any], name: str) -> Iterator[str]:
         f"a step: {micro_batches} of {batch['micro']:,} x {batch['max_length']:,} tokens{each}, {batch['tokens']:,} "
         "tokens in all"
     )
-    yield f"documents: {_documents(values['documents'])}"
+    if values["rollout"] is None:
+        yield f"documents: {_documents(values['documents'])}"
     yield ""
     yield from _memory_lines(values)
     yield ""
