@@ -114,6 +114,16 @@ def test_this_machines_newest_profile_is_taken(tmp_path: Path, monkeypatch: pyte
         threads(threads=3)
 
 
+def test_narrow_heads_take_less_than_the_narrowest_that_were_measured() -> None:
+    tables = {"attention fp32": Table(((512,), (4,), (64, 128)), (1e-3, 1.5e-3), (2, 1, 1))}
+    found = replace(profile(), tables=tables)
+    assert found.attention_seconds(512, 4, 16, "fp32") == pytest.approx(1e-3 - 0.5e-3 * 48 / 64)
+    assert found.attention_seconds(512, 4, 16, "fp32").extrapolated
+    assert found.attention_seconds(512, 4, 64, "fp32") == 1e-3
+    steep = replace(found, tables={"attention fp32": replace(tables["attention fp32"], seconds=(1e-3, 4e-3))})
+    assert steep.attention_seconds(512, 4, 16, "fp32") == pytest.approx(1e-3 / 4)
+
+
 def test_seconds_are_those_of_the_tables() -> None:
     found = profile()
     assert found.product_seconds(512, 512, 64, "fp32") == 2 * 512 * 512 * 64 / 1e11

@@ -155,8 +155,18 @@ class MachineProfile:
     def attention_seconds(
         self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
     ) -> Seconds:
-        """Seconds of causal attention in one document; with as many heads of keys as of queries."""
-        return self._table("attention_backward" if backward else "attention", precision).at(length, heads, width)
+        """Seconds of causal attention in one document; with as many heads of keys as of queries.
+
+        Narrower heads than were measured take as much less time as the narrowest two that were measured say: softmax
+        has the same numbers for any width. They take a share of the width at least.
+        """
+        table = self._table("attention_backward" if backward else "attention", precision)
+        narrowest, *wider = table.axes[2]
+        if width >= narrowest or not wider:
+            return table.at(length, heads, width)
+        first, second = table.at(length, heads, narrowest), table.at(length, heads, wider[0])
+        slope = (second - first) / (wider[0] - narrowest)
+        return Seconds(max(first * width / narrowest, first - slope * (narrowest - width)), extrapolated=True)
 
     def update_seconds(self, elements: float) -> Seconds:
         """Seconds of AdamW's update of float32 weights with both moments."""
