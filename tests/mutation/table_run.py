@@ -382,4 +382,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        for vote in []:",
         "training/test_pipedream.py",
     ),
+    # -- danlu plan
+    Mutation(
+        "run/planned_step.py",
+        "    wrong = [*problems(section, config), *device",
+        "    wrong = [*device",
+        "cli/test_plan.py",
+        only="cannot_be_planned",
+    ),
+    Mutation(
+        "run/plan_changes.py",
+        "        return planned_step(recipe, planned.target, lengths",
+        "        return planned_step(before.recipe, planned.target, lengths",
+        "cli/test_plan.py",
+        only="changes or neighbours",
+    ),
+    Mutation(
+        "planning/plan_values.py",
+        "    return trained + optimizer_bytes(recipe.optimizer, shapes, paged=False).state + average",
+        "    return trained + optimizer_bytes(recipe.optimizer, shapes, paged=False).state",
+        "run/test_run_plan.py",
+    ),
+    Mutation(
+        "report/plan_comparison.py",
+        "median(curve[1:] or curve)",
+        "median(curve)",
+        "report/test_plan_comparison.py",
+    ),
+    Mutation(
+        "data/vocabulary.py",
+        "        vocabulary.setdefault(_text(entry), int(number))",
+        "        pass",
+        "data/test_vocabulary.py",
+    ),
+    Mutation(
+        "assembly/stored_base.py",
+        "for name in skip):",
+        "for name in ()):",
+        "run/test_preview_model.py",
+    ),
 )

@@ -55,7 +55,11 @@ def test_recipes_of_every_stage_are_read_without_torch(
     adapter_folder(base, reward, Lora(rank=3), scores=True)
     quantize(base, packed, Nf4())
     (tmp_path / "config-alone").mkdir()
+    (tmp_path / "skipping").mkdir()
     (tmp_path / "config-alone" / CONFIG).write_bytes((packed / CONFIG).read_bytes())
+    values = json.loads((packed / CONFIG).read_text())
+    values["quantization_config"]["llm_int8_skip_modules"] += ["down_proj"]
+    (tmp_path / "skipping" / CONFIG).write_text(json.dumps(values))
     sft = str(tiny_world.recipe(tmp_path / "run", model={"config": None, "path": str(base)}, data={"eval": 0.1}))
     cases: dict[str, list[str]] = {
         name: [str(shipped_folder() / f"{name}.yaml"), *overrides]
@@ -67,6 +71,7 @@ def test_recipes_of_every_stage_are_read_without_torch(
         "new tokens": [sft, "adapter={kind: lora, trainable_tokens: [<|im_end|>]}", NEW_TOKENS],
         "packed": [sft, "adapter=lora", f"model.path={packed}"],
         "packed, config alone": [sft, "adapter=lora", f"model.path={tmp_path / 'config-alone'}"],
+        "packed, without down_proj": [sft, "adapter=lora", f"model.path={tmp_path / 'skipping'}"],
         "prefix": [sft, "adapter={kind: prefix, tokens: 3}"],
     }
     rows = prepare(dataset_spec(load(sft).recipe)).train
@@ -82,7 +87,7 @@ def test_recipes_of_every_stage_are_read_without_torch(
     assert read["distill"]["frozen"] and not read["sft"]["frozen"]
     assert read["ppo"]["critic"] and read["ppo"]["rewards"] and not read["grpo"]["critic"]
     bytes_of = {name: sum(tensor[1] for tensor in each["tensors"].values()) for name, each in read.items()}
-    assert bytes_of["packed"] == bytes_of["packed, config alone"] < bytes_of["prefix"]
+    assert bytes_of["packed"] == bytes_of["packed, config alone"] < bytes_of["packed, without down_proj"]
     assert read["packed"]["tensors"] == read["packed, config alone"]["tensors"]
     wide = read["new tokens"]["tensors"]["embed_tokens.weight"][0]
     assert wide[0] == read["packed"]["tensors"]["embed_tokens.weight"][0][0] + 8
