@@ -81,7 +81,7 @@ def sharing_decoder(**changes: Any) -> Decoder:
 
     kinds = [(64, None), (64, "gives"), (None, "gives"), (64, "reads"), (None, "reads"), (64, "reads")]
     config = tiny_model(hidden_size=128, max_position_embeddings=1024).config
-    model = Decoder(replace(config, layers=tuple(shared(*kind) for kind in kinds)))
+    model = Decoder(replace(config, family="gemma4_text", layers=tuple(shared(*kind) for kind in kinds)))
     initialize(model, 0)
     return model
 
@@ -127,16 +127,17 @@ def _without(config: ModelConfig) -> ModelConfig:
 
 
 def bytes_outside_layers(
-    config: ModelConfig, tokens: int, element_bytes: int, *, rotated: bool, ids: bool = True
+    config: ModelConfig, tokens: int, element_bytes: int, *, rotated: bool, ids: bool = True, own: bool = True
 ) -> int:
     """Bytes that a forward pass keeps outside of layers: the final norm's input and statistics, token ids, and the
     tables of rotations.
 
-    ids: whether the embedding is trained.
+    ids: whether the embedding is trained. own: whether there are gradients of layers' own embeddings.
     """
     statistics = 1 if config.norm_kind == "rms" else 2
-    if columns := config.per_layer_columns:  # the embeddings, the product that is normed, and the number that rows are
-        own = tokens * (2 * columns * element_bytes + 4 * len(config.layers)) + element_bytes  # multiplied with
-        return own + bytes_outside_layers(_without(config), tokens, element_bytes, rotated=rotated, ids=ids)
+    if columns := config.per_layer_columns:  # the embeddings, the product that is normed with its statistics, and the
+        each = columns * element_bytes + own * (columns * element_bytes + 4 * len(config.layers))  # table's multiplier
+        more = bytes_outside_layers(_without(config), tokens, element_bytes, rotated=rotated, ids=ids)
+        return tokens * each + element_bytes * ids + more
     tables = sum(2 * rope.dim for rope in config.ropes) if rotated else 0
     return tokens * ((config.hidden_size + tables) * element_bytes + 4 * statistics + 8 * ids)

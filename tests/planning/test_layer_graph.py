@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,14 +136,18 @@ def predicted_with(
     config: ModelConfig, batch: BatchShape, adapters: Mapping[str, LowRankAdapter], recompute: Kind, *, quantized: bool
 ) -> int:
     total, rotated, with_gradient = 0, False, False
+    on_product = "per_layer_model_projection" in adapters
     for index, spec in enumerate(config.layers):
         products = [each.name for each in layer_operations(spec, config.hidden_size) if each.is_product]
         own = tuple((name, adapters[full]) for name in products if (full := f"layers.{index}.{name}") in adapters)
-        training = LayerTraining(False, own, quantized=quantized, input_needs_gradient=with_gradient)
+        training = LayerTraining(
+            False, own, quantized=quantized, input_needs_gradient=with_gradient, adapts_embeddings=on_product
+        )
         graph = LayerGraph(spec, config.hidden_size, batch, training, recompute)
         total, rotated = total + graph.kept_bytes, rotated or ROTATION in graph.kept.names
         with_gradient = graph.output in graph.gradients
-    return total + bytes_outside_layers(config, batch.tokens, batch.element_bytes, rotated=rotated, ids=False)
+    outside = partial(bytes_outside_layers, config, batch.tokens, batch.element_bytes, rotated=rotated, ids=False)
+    return total + outside(own=on_product)
 
 
 @pytest.mark.parametrize("recompute", KINDS)
@@ -157,6 +162,20 @@ def test_adapters_keep_what_is_predicted(name: str, recompute: Kind) -> None:
     assert real == predicted_with(model.config, batch, adapters, recompute, quantized=False)
     if recompute == "none":  # control: as if all weights were trained
         assert real < predicted(model.config, SHORT, dtype, recompute)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("targets", [["all-linear"], list(ATTENTION)], ids=["all linear", "attention"])
+def test_adapters_on_layers_that_share_keys(targets: list[str], recompute: Kind) -> None:
+    """Of all linear products one makes layers' own embeddings: its input and its factors' product are kept too."""
+    model = sharing_decoder()
+    adapters = adapted(model, sections.Lora(rank=4, targets=targets), torch.float32, quantized=False)
+    batch = BatchShape.of_lengths(SHORT, 4)
+    on_product = "per_layer_model_projection" in adapters
+    rest = 4 * batch.tokens * (4 + 128 * (recompute == "none")) if on_product else 0
+    real = saved_bytes(recomputed(model, recompute), SHORT, torch.float32)
+    assert real - rest == predicted_with(model.config, batch, adapters, recompute, quantized=False)
+    assert on_product == (targets == ["all-linear"])
 
 
 @pytest.mark.parametrize("quantized", [False, True])

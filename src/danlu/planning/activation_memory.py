@@ -97,7 +97,9 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
         before = min(before, _IN_FLIGHT * largest) if plan.in_flight else 0
         peak = before + max(max(own.offloaded_backward, own.forward + stream) for own in layers)
     has_tables = any(ROTATION in own.graph.kept.names for own in layers)
-    trains_embeddings = any(own.training.weights for own in passes)
+    trains_embeddings = any(own.training.trains_embeddings for own in passes)
+    if passes[0].training.adapts_embeddings and "x" not in layers[0].graph.kept.names:
+        before += stream  # the input of the adapted product that makes layers' own embeddings
     outside = _OutsideLayers(config, batch, stream, has_tables, plan.has_head, trains_embeddings)
     kept = before + outside.throughout + outside.until_backward
     peak = max(peak + outside.throughout, kept + outside.norm_backward)

@@ -48,6 +48,15 @@ class LayerTraining:
     """Whether the frozen products are stored in few bits."""
     input_needs_gradient: bool = True
     """Whether a gradient goes back through the layer's input."""
+    adapts_embeddings: bool = False
+    """Whether an adapter sits on the product that makes layers' own embeddings; gradients go back through them then, as
+    where all weights are trained.
+    """
+
+    @property
+    def trains_embeddings(self) -> bool:
+        """Whether a gradient goes back through the layer's own embeddings."""
+        return self.weights or self.adapts_embeddings
 
     def adapter_of(self, product: str) -> LowRankAdapter | None:
         """The adapter of a product, by its name in the layer."""
@@ -107,7 +116,7 @@ class LayerGraph:
     def gradients(self) -> frozenset[str]:
         """Names of the values that have a gradient."""
         names = {"x", KEYS, VALUES} if self.training.input_needs_gradient else set[str]()
-        names |= {EMBEDDINGS} if self.training.weights else set[str]()
+        names |= {EMBEDDINGS} if self.training.trains_embeddings else set[str]()
         for operation in self.operations:
             if self._needs_gradient(operation, names):
                 names |= {value.name for value in operation.makes if value.type not in ("int64", "bool")}

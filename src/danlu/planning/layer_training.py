@@ -25,7 +25,8 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
     from danlu.models.sites import sites_of
 
     adapters: dict[int, dict[str, LowRankAdapter]] = {layer: {} for layer in range(len(config.layers))}
-    for site in choose(sites_of(config), section, check_ranks=False) if _has_targets(section) else ():
+    chosen = choose(sites_of(config), section, check_ranks=False) if _has_targets(section) else []
+    for site in chosen:
         if site.layer is not None:
             rank = by_pattern(site, getattr(section, "rank_pattern", {}), getattr(section, "rank", 1))
             name = site.name.partition(".")[2].partition(".")[2]
@@ -40,6 +41,7 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
                 adapters=tuple(own.items()),
                 quantized=recipe.quantization is not None,
                 input_needs_gradient=with_gradient,
+                adapts_embeddings=any(site.group == "per_layer" and site.layer is None for site in chosen),
             )
         )
         with_gradient = with_gradient or bool(own)
