@@ -275,7 +275,8 @@ def test_phases_that_nobody_knows_say_so() -> None:
     rewards = [ExactReward(column="a"), ModelReward(path="judge")]
     reward = phases_of(recipe_of(rewards=rewards))["reward"]
     assert reward.seconds is None and reward.assumption == "the reward model of rewards.1 is not read"
-    judged = phases_of(recipe_of(rewards=rewards), judges={"rewards.1": CONFIG})["reward"]
+    workload = replace(workload_of(recipe_of(rewards=rewards)), reward_models=(("rewards.1", CONFIG),))
+    judged = rl_phases(workload, LENGTHS, BOUNDS, RlPlace(FLOPS, "cuda", "flash")).phases[2]
     lengths = [prompt.tokens + answer for prompt in LENGTHS.prompts for answer in prompt.answers]
     assert judged.seconds == pytest.approx(DecoderFlops(CONFIG).forward(lengths, 0))
     assert judged.assumption.startswith("1 other rewards take no time")

@@ -7,8 +7,8 @@ its report. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -59,8 +59,6 @@ class RlPlace:
     """Sequences of `data.max_length` tokens that a micro-batch has the tokens of; None: as the recipe says."""
     link: Callable[[int], float] | None = None
     """Bytes -> the seconds in which they reach the rollout servers; None: unknown."""
-    judges: Mapping[Role, ModelConfig] = field(default_factory=dict)
-    """Reward models by role."""
 
 
 def rl_phases(
@@ -183,7 +181,7 @@ class _Phases:
         texts: list[Document] = [(DocumentRun(length),) for length in lengths]
         seconds = 0.0
         for role in judges:
-            if (config := self.place.judges.get(role)) is None:
+            if (config := dict(self.workload.reward_models).get(role)) is None:
                 return Phase("reward", None, f"the reward model of {role} is not read")
             seconds += self._decoder(config).forward(micro_batches(texts, _JUDGED_TOKENS), 0)
         return Phase("reward", seconds, "; ".join(said))

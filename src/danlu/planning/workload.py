@@ -49,6 +49,8 @@ class Workload:
     """The model of values, where it is a whole decoder."""
     reward_bytes: int = 0
     """Bytes of reward models, which the first process loads."""
+    reward_models: tuple[tuple[Role, ModelConfig], ...] = ()
+    """The reward models by role, upon the policy's base or not."""
     lengths: Lengths = FULL_PACKS
     rollout_lengths: RolloutLengths | None = None
     """The lengths of drawn answers and their prompts; None: all are as long as they may be."""

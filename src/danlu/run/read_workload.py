@@ -8,10 +8,10 @@ from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.planning.model_tensors import frozen_tensors
 from danlu.planning.workload import FrozenModel, Workload
 from danlu.recipe import Recipe
-from danlu.recipe.roles import ModelSpec, frozen_roles
+from danlu.recipe.roles import ModelSpec, RewardModel, frozen_roles, roles_of
 from danlu.recipe.value import value_share
 from danlu.run.preview_model import tensors_of
-from danlu.stages.role_configs import own_config, own_reward_bytes, shared_rewards
+from danlu.stages.role_configs import own_config, own_reward_bytes, resolve_reward_model, shared_rewards
 
 
 def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_PACKS, *, judges: bool) -> Workload:
@@ -35,5 +35,10 @@ def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_P
         tuple(frozen),
         critic=own_config(recipe, config.vocab_size) if value_share(recipe) == "none" else None,
         reward_bytes=own_reward_bytes(recipe, shared_rewards(recipe) if judges else ()),
+        reward_models=tuple(
+            (role, resolve_reward_model(model.path).config)
+            for role, model in roles_of(recipe).items()
+            if isinstance(model, RewardModel)
+        ),
         lengths=lengths,
     )
