@@ -472,7 +472,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/rank_tensors.py",
-        'if self.chunks.has_last and is_tied and tensor.name == "embed_tokens.weight":',
+        'if name == "embed_tokens.weight" and self.chunks.has_last and is_tied:',
         "if False:",
         "planning/test_rank_memory.py",
         "pipeline",

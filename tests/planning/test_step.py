@@ -73,6 +73,21 @@ def test_seconds_are_those_of_operations_in_their_schedule(tiny_world: World, tm
     assert len(staged.stages) == 4 and staged.flops == alone.flops
 
 
+def test_seconds_of_collectives_are_waited_for_or_hidden(tiny_world: World, tmp_path: Path) -> None:
+    parallel = {"tensor": 2, "shard": "zero3"}
+    workload = workload_of(tiny_world, tmp_path, parallel=parallel)
+    near, far = plan_of(workload, "8xH100-80G"), plan_of(workload, "8x1xH100-80G")
+    assert near.seconds is not None and far.seconds is not None
+    assert near.seconds.communication.keys() == {"tensor", "shard"}
+    assert near.stages[0].traffic == far.stages[0].traffic
+    for axis, seconds in near.seconds.communication.items():
+        assert 0 < seconds < far.seconds.communication[axis], "between nodes messages take longer"
+    assert near.seconds.communication["tensor"] <= near.seconds.exposed, "tensor ranks wait for sums"
+    assert near.seconds.exposed <= sum(near.seconds.communication.values())
+    computed = sum(near.seconds.compute.values())
+    assert near.seconds.total == pytest.approx(computed + near.seconds.exposed, rel=0.02)
+
+
 def test_more_micro_batches_have_a_smaller_share_of_bubble(tiny_world: World, tmp_path: Path) -> None:
     parallel = {"pipeline": {"stages": 4, "schedule": "1f1b"}}
     shares = []

@@ -162,7 +162,7 @@ class _OutsideLayers:
         return 3 * wide if self.batch.is_half else wide
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def _layer_memory(
     spec: LayerSpec, width: int, batch: BatchShape, training: LayerTraining, recompute: Recompute, share: RankShare
 ) -> LayerMemory:

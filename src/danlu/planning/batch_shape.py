@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from danlu.models.kernel_limits import CHUNK_SIZES, DOCUMENT_MULTIPLE, SHORT_DOCUMENT
@@ -50,7 +51,7 @@ class BatchShape:
     context: ContextCut | None = None
     """The cut of each document over context ranks; the runs of `documents` are then the tokens of this rank."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of all documents."""
         return sum(run.tokens for document in self.documents for run in document)
@@ -65,7 +66,7 @@ class BatchShape:
         """The multiple of tokens to which a longer document is filled up."""
         return DOCUMENT_MULTIPLE if self.kernels == "cpu" else 1
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[int, int]:
         """(tokens of a chunk, chunks of all runs) in which a recurrence goes through the documents."""
         lengths = [run.tokens for document in self.documents for run in document]

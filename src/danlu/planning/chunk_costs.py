@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import optimizer_bytes
 from danlu.planning.batch_shape import BatchShape, RankShare
-from danlu.planning.layer_graph import LayerGraph
+from danlu.planning.layer_graph import LayerGraph, Recompute
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.layer_training import training_of_chunks
 from danlu.planning.mean_documents import mean_documents
@@ -39,43 +40,71 @@ class LayerTimes:
         return self._known[key]
 
 
-def chunk_seconds(
-    workload: Workload, chunks: Chunks, chunk: int, micro: int, target: Target, times: LayerTimes
-) -> PassSeconds:
-    """The seconds of the mean micro-batch in one chunk, without collectives."""
+@dataclass(frozen=True)
+class ModelSeconds:
+    """The seconds of a micro-batch in each part of the model, on the ranks that share its tokens; no collectives."""
+
+    layers: tuple[PassSeconds, ...]
+    embedding: PassSeconds
+    """The embedding, and those of each layer."""
+    head: PassSeconds
+    """The final norm, the head and the loss."""
+
+    @cached_property
+    def total(self) -> PassSeconds:
+        """All parts."""
+        return self.of(range(len(self.layers)))
+
+    def of(self, span: range) -> PassSeconds:
+        """The seconds of a chunk with some layers."""
+        parts = [*self.layers[span.start : span.stop]]
+        if span.start == 0:
+            parts.append(self.embedding)
+        if span.stop == len(self.layers):
+            parts.append(self.head)
+        return sum_of(parts)
+
+
+def model_seconds(workload: Workload, micro: int, target: Target, times: LayerTimes) -> ModelSeconds:
+    """The seconds of the mean micro-batch in each part of the model."""
     recipe, config = workload.recipe, workload.config
     batch, share = mean_batch(workload, micro, target), rank_share(workload)
-    kinds = {entry.layer: entry.kind for entry in workload.recompute(chunks)}
-    own = zip(chunks.layers[chunk], training_of_chunks(workload.training, chunks, (chunk,)), strict=True)
-    layers = [
+    first = workload.chunks(0)
+    kinds: dict[int, Recompute] = {}
+    for stage in range(recipe.parallel.pipeline.stages):
+        kinds |= {entry.layer: entry.kind for entry in workload.recompute(workload.chunks(stage))}
+    training = training_of_chunks(workload.training, first, range(len(first.layers)))
+    layers = tuple(
         times.of(
-            LayerGraph(config.layers[layer], config.hidden_size, batch, training, kinds.get(layer, "none"), share),
-            recipe.parallel.expert,
+            LayerGraph(spec, config.hidden_size, batch, own, kinds.get(layer, "none"), share), recipe.parallel.expert
         )
-        for layer, training in own
-    ]
-    outside = PassSeconds.of(_outside_layers(workload, chunks, chunk, batch, share, target.device_type), times.speeds)
-    return sum_of([*layers, outside])
+        for layer, (spec, own) in enumerate(zip(config.layers, training, strict=True))
+    )
+    speeds, device = times.speeds, target.device_type
+    embedding = PassSeconds.of(_embeddings(workload, batch, share), speeds)
+    return ModelSeconds(layers, embedding, PassSeconds.of(_head(workload, batch, share, device), speeds))
 
 
-def _outside_layers(
-    workload: Workload, chunks: Chunks, chunk: int, batch: BatchShape, share: RankShare, device_type: str
-) -> Iterator[OperationWork]:
-    """The embedding, the final norm and the loss, where the chunk has them."""
+def _embeddings(workload: Workload, batch: BatchShape, share: RankShare) -> Iterator[OperationWork]:
+    """The embedding, and those of each layer."""
     recipe, config = workload.recipe, workload.config
     element_bytes, width = ELEMENT_BYTES[recipe.precision], config.hidden_size
     is_trained, rows = recipe.adapter is None, -(-config.vocab_size // share.degree)
-    if chunk == 0:
-        yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained)
-        if columns := config.per_layer_columns:
-            tokens = -(-batch.tokens // share.degree) if share.sequence else batch.tokens
-            yield embedding_work(batch.tokens, columns, rows, element_bytes, trained=is_trained)
-            yield own_embeddings_work(tokens, width, columns, element_bytes, trained=is_trained)
-    if chunk < chunks.last:
-        return
+    yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained)
+    if columns := config.per_layer_columns:
+        tokens = -(-batch.tokens // share.degree) if share.sequence else batch.tokens
+        yield embedding_work(batch.tokens, columns, rows, element_bytes, trained=is_trained)
+        yield own_embeddings_work(tokens, width, columns, element_bytes, trained=is_trained)
+
+
+def _head(workload: Workload, batch: BatchShape, share: RankShare, device_type: str) -> Iterator[OperationWork]:
+    """The final norm, and the head with the loss."""
+    recipe, config = workload.recipe, workload.config
+    element_bytes, width = ELEMENT_BYTES[recipe.precision], config.hidden_size
     yield norm_work(-(-batch.tokens // share.degree) if share.sequence else batch.tokens, width, element_bytes)
     if config.task == "causal-lm":
-        yield loss_work(batch.tokens, width, rows, element_bytes, frozen=not is_trained, device=device_type)
+        rows, is_frozen = -(-config.vocab_size // share.degree), recipe.adapter is not None
+        yield loss_work(batch.tokens, width, rows, element_bytes, frozen=is_frozen, device=device_type)
 
 
 def chunk_bytes(

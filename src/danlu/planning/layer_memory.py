@@ -27,7 +27,7 @@ class LayerMemory:
 
     graph: LayerGraph
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes from the end of the forward pass to the backward pass."""
         return self.graph.kept_bytes

@@ -8,7 +8,7 @@ The cuts are those of the code that makes them: pipeline stages (`parallel.pipel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,20 +68,24 @@ class RankPlace:
 
         A tied embedding is on the first and on the last stage, and what adapters of all layers share on each.
         """
-        for each in tensors:
-            if self._is_here(each, config):
-                yield self._part(each, config)
-
-    def _is_here(self, tensor: ModelTensor, config: ModelConfig) -> bool:
-        if self.layout.pipeline == 1 or ".projection." in tensor.name:
-            return True
+        layers = frozenset(self.chunks.local_layers)
+        parts = _parts(config, self.layout.tensor, self.tensor_rank) if self.layout.tensor > 1 else {}
         is_tied = config.task == "causal-lm" and config.tie_word_embeddings
-        if self.chunks.has_last and is_tied and tensor.name == "embed_tokens.weight":
-            return True
-        return self.chunks.of_parameter(tensor.name) in self.chunks.local
+        for each in tensors:
+            if self._is_here(each.name, layers, is_tied=is_tied):
+                yield self._part(each, parts)
 
-    def _part(self, tensor: ModelTensor, config: ModelConfig) -> RankTensor:
-        box = self._cut(tensor, config)
+    def _is_here(self, name: str, layers: Container[int], *, is_tied: bool) -> bool:
+        if self.layout.pipeline == 1 or ".projection." in name:
+            return True
+        if name.startswith("layers."):
+            return int(name.split(".", 2)[1]) in layers
+        if name == "embed_tokens.weight" and self.chunks.has_last and is_tied:
+            return True
+        return self.chunks.of_parameter(name) in self.chunks.local
+
+    def _part(self, tensor: ModelTensor, parts: Mapping[str, TensorPart]) -> RankTensor:
+        box = self._cut(tensor, parts)
         if tensor.packed is None:
             shape = gathered = box.sizes
             constants = 0
@@ -109,14 +113,11 @@ class RankPlace:
             return None if shards == 1 else shards
         return layout.shard * layout.context
 
-    def _cut(self, tensor: ModelTensor, config: ModelConfig) -> ShardBox:
-        """The box of a tensor that tensor ranks and ranks with other experts leave."""
+    def _cut(self, tensor: ModelTensor, parts: Mapping[str, TensorPart]) -> ShardBox:
+        """The box of a tensor that tensor ranks and ranks with other experts leave; parts: of all parameters."""
         box = ShardBox.full(tensor.shape)
         if tensor.of_experts and self.layout.expert > 1 and tensor.is_parameter:
             box = box.narrow(0, 0, tensor.shape[0] // self.layout.expert)
-        if self.layout.tensor == 1:
-            return box
-        parts = _parts(config, self.layout.tensor, self.tensor_rank)
         if (own := parts.get(tensor.name)) is not None:
             return _within(own.box, box)
         linear = parts.get(tensor.linear)
@@ -145,11 +146,3 @@ def _within(cut: ShardBox, of_rank: ShardBox) -> ShardBox:
         if size != whole:
             of_rank = of_rank.narrow(dim, start, size)
     return of_rank
-
-
-def largest_rank(
-    places: Sequence[RankPlace], tensors: Sequence[ModelTensor], config: ModelConfig
-) -> tuple[RankPlace, list[RankTensor]]:
-    """The place with the most bytes of some tensors, and its parts; of equal ones the first."""
-    candidates = [(place, list(place.tensors(tensors, config))) for place in places]
-    return max(candidates, key=lambda candidate: sum(each.bytes for each in candidate[1]))

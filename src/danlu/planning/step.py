@@ -15,13 +15,14 @@ from danlu.models.chunks import Chunks
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
 from danlu.planning.answer_trees import largest_micro_batch
-from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, chunk_seconds, mean_batch
+from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.primitives import PassSeconds
 from danlu.planning.rank_memory import RankStates, rank_states, stage_step
 from danlu.planning.rl_phases import planned_rollout
 from danlu.planning.rollout_memory import memory_while_answering
+from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
 from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
 from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, walk
 from danlu.planning.step_work import clip_work, update_work
@@ -83,19 +84,25 @@ class _Planner:
         stages = range(layout.pipeline)
         states = [rank_states(workload, layout, stage=stage, device_type=self.target.device_type) for stage in stages]
         seconds = self._chunk_seconds(micro)
+        collectives = self._collectives(seconds, micro, micro_batches)
         largest = micro
         if recipe.stage == "rl":  # prompts have trees of all their answers, which are longer than a sequence
             largest = largest_micro_batch(workload, micro, layout.data)
-        costs = self._costs(states, seconds, largest)
-        walks = walk(self._lists(micro_batches), costs, [self._rank_cost(each) for each in states])
+        costs = self._costs(states, seconds, collectives, largest)
+        ends = [
+            RankCost(update=self._update(own).forward + of_stage.at_end)
+            for own, of_stage in zip(states, collectives, strict=True)
+        ]
+        walks = walk(self._lists(micro_batches), costs, ends)
         tokens = per_step * layout.data * recipe.data.max_length
-        of_step = self._seconds(seconds, walks, states, micro_batches)
+        of_step = self._seconds(seconds, collectives, walks, states, micro_batches)
         return StepPlan(
             layout,
             micro,
             micro_batches,
             tuple(
-                StagePlan(self._largest(state, own), own.events, ()) for state, own in zip(states, walks, strict=True)
+                StagePlan(self._largest(state, own), own.events, of_stage.traffic)
+                for state, own, of_stage in zip(states, walks, collectives, strict=True)
             ),
             of_step,
             tokens=tokens,
@@ -115,14 +122,32 @@ class _Planner:
     def _chunk_seconds(self, micro: int) -> list[PassSeconds] | None:
         if self.times is None:
             return None
-        chunks = self.workload.chunks(0)
+        seconds = model_seconds(self.workload, micro, self.target, self.times)
+        return [seconds.of(span) for span in self.workload.chunks(0).layers]
+
+    def _collectives(
+        self, seconds: Sequence[PassSeconds] | None, micro: int, micro_batches: int
+    ) -> list[StageCollectives]:
+        """The collectives of each stage; without seconds of layers their bytes alone."""
         return [
-            chunk_seconds(self.workload, chunks, chunk, micro, self.target, self.times)
-            for chunk in range(len(chunks.layers))
+            stage_collectives(
+                self.workload,
+                self.layout,
+                stage,
+                micro,
+                micro_batches,
+                None if seconds is None else [seconds[chunk] for chunk in self.workload.chunks(stage).local],
+                self.target.known_links,
+            )
+            for stage in range(self.layout.pipeline)
         ]
 
     def _costs(
-        self, states: Sequence[RankStates], seconds: Sequence[PassSeconds] | None, micro: int
+        self,
+        states: Sequence[RankStates],
+        seconds: Sequence[PassSeconds] | None,
+        collectives: Sequence[StageCollectives],
+        micro: int,
     ) -> list[ChunkCost]:
         costs: dict[int, ChunkCost] = {}
         for stage, state in enumerate(states):
@@ -130,7 +155,7 @@ class _Planner:
             for chunk in chunks.local:
                 own = [each for each in state.tensors if _chunk_of(each.name, chunks) == chunk]
                 cost = chunk_bytes(self.workload, chunks, chunk, micro, self.target, own)
-                costs[chunk] = cost if seconds is None else _timed(cost, seconds[chunk])
+                costs[chunk] = cost if seconds is None else timed(cost, seconds[chunk], collectives[stage])
         return [costs[chunk] for chunk in sorted(costs)]
 
     def _lists(self, micro_batches: int) -> Sequence[Sequence[Action]]:
@@ -138,9 +163,6 @@ class _Planner:
         if section.stages == 1:
             return (unsplit(micro_batches),)
         return schedule(section.schedule, section.stages, num_chunks(section) // section.stages, micro_batches)
-
-    def _rank_cost(self, states: RankStates) -> RankCost:
-        return RankCost(update=self._update(states).forward)
 
     def _update(self, states: RankStates) -> PassSeconds:
         """The seconds of clipping and of the optimizer's step."""
@@ -156,6 +178,7 @@ class _Planner:
     def _seconds(
         self,
         seconds: Sequence[PassSeconds] | None,
+        collectives: Sequence[StageCollectives],
         walks: Sequence[StageWalk],
         states: Sequence[RankStates],
         micro_batches: int,
@@ -173,15 +196,16 @@ class _Planner:
             for kind, of_kind in self._update(state).by_kind.items():
                 kinds[kind] += of_kind
             by_stage.append(dict(kinds))
-        busiest = max(by_stage, key=lambda kinds: sum(kinds.values()))
+        busy = [sum(kinds.values()) + waited.exposed for kinds, waited in zip(by_stage, collectives, strict=True)]
+        busiest = max(range(len(busy)), key=busy.__getitem__)
         total = max(event.end_s for own in walks for event in own.events)
         return StepSeconds(
-            compute=busiest,
-            communication={},
-            exposed=0.0,
-            bubble=max(0.0, total - sum(busiest.values())),
+            compute=by_stage[busiest],
+            communication=collectives[busiest].by_axis,
+            exposed=collectives[busiest].exposed,
+            bubble=max(0.0, total - busy[busiest]),
             total=total,
-            extrapolated=any(each.extrapolated for each in seconds),
+            extrapolated=any(each.extrapolated for each in seconds) or any(each.extrapolated for each in collectives),
         )
 
     def _flops(self, micro: int) -> int:
@@ -206,13 +230,17 @@ def _chunk_of(name: str, chunks: Chunks) -> int:
     return chunk if chunk in chunks.local else chunks.local[0]
 
 
-def _timed(cost: ChunkCost, seconds: PassSeconds) -> ChunkCost:
-    """A chunk's cost with its seconds. Sums of gradients are taken as if every micro-batch had them."""
+def timed(cost: ChunkCost, seconds: PassSeconds, collectives: StageCollectives = SILENT) -> ChunkCost:
+    """A chunk's cost with its seconds. Sums of gradients are taken as if every micro-batch had them.
+
+    collectives: those of its stage; half of the waiting is in the forward pass, half in the backward pass.
+    """
     return replace(
         cost,
-        forward=seconds.forward,
-        input=seconds.recompute + seconds.backward_input,
+        forward=seconds.forward + collectives.of_pass / 2,
+        input=seconds.recompute + seconds.backward_input + collectives.of_pass / 2,
         weight=seconds.backward_weight + seconds.accumulation,
+        send=collectives.of_message,
     )
 
 

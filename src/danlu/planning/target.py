@@ -47,3 +47,10 @@ class Target:
         if self.profile is not None and self.profile.machine.processes > 1:
             return self.profile
         return self.cluster
+
+    @property
+    def known_links(self) -> Cluster | MachineProfile | None:
+        """The same; None where several ranks have links of which nothing is known."""
+        links = self.links
+        is_known = isinstance(links, MachineProfile) or links.ranks == 1 or bool(links.links)
+        return links if is_known else None

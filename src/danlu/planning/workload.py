@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from danlu.core.types import Role
 from danlu.memory.layer_plan import LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks
@@ -69,6 +71,11 @@ class Workload:
     def training(self) -> tuple[LayerTraining, ...]:
         """The parts of each layer of the policy that are trained."""
         return tuple(layers_training(self.recipe, self.config))
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray | None:
+        """[rows] int64: tokens of each row; None where they are not known."""
+        return np.array(self.lengths.documents, dtype=np.int64) if self.lengths.documents else None
 
     def chunks(self, stage: int, config: ModelConfig | None = None) -> Chunks:
         """The chunks of a pipeline's stage; config: of another model than the policy."""
