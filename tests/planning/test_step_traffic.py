@@ -23,6 +23,7 @@ from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.step_traffic import count_step_traffic
 
 DEEP = {**CONFIG, "num_hidden_layers": 4}
+NEOX = {**CONFIG, "model_type": "gpt_neox", "num_key_value_heads": None}
 LATENT = {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,
@@ -38,6 +39,16 @@ LORA = {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"], "r
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "copies of shards, sequence": (8, 7, {"parallel": SHARDED, "memory": "full", "model": {"config": DEEP}}),
     "sandwiched norms": (4, 1, {"parallel": {"tensor": 2}, "model": {"config": {**CONFIG, "model_type": "gemma2"}}}),
+    "shared norms": (
+        2,
+        0,
+        {"parallel": {"tensor": 2}, "memory": "full", "model": {"config": {**CONFIG, "model_type": "cohere2"}}},
+    ),
+    "layer norms": (
+        4,
+        1,
+        {"parallel": {"shard": "zero3", "tensor": 2}, "model": {"config": NEOX}, "precision": "bf16"},
+    ),
     "nf4": (4, 3, {"parallel": {"shard": "zero3", "tensor": 2}, "adapter": LORA, "quantization": "nf4"}),
     "bf16": (2, 1, {"parallel": {"shard": "zero3"}, "adapter": "dora", "precision": "bf16"}),
     "bf16, trained": (2, 0, {"parallel": {"shard": "zero2", "reduce": "bf16"}, "precision": "bf16"}),

@@ -13,7 +13,7 @@ from danlu.core.dtensor import local_tensor
 from danlu.core.types import Role
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
-from danlu.models.modules import RMSNorm
+from danlu.models.modules import LayerNorm, RMSNorm
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.recipe.value import VALUE
 
@@ -77,11 +77,11 @@ def kept_whole(model: Decoder) -> set[str]:
     They are the weights of norms and routers, which are few and used in float32, and parameters that adapters of
     several layers share, for FSDP2 shards a parameter with one layer; so may embedding and head share rows of tokens.
     """
-    kinds: tuple[type[nn.Module], ...] = (RMSNorm,)
+    kinds: tuple[type[nn.Module], ...] = (RMSNorm, LayerNorm)
     if model.config.has_experts:
         from danlu.models.experts import Router
 
-        kinds = (RMSNorm, Router)
+        kinds = (*kinds, Router)
     modules = (module for module in model.modules() if isinstance(module, kinds))
     in_float32 = {weight for module in modules for weight in module.parameters()}
     layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())

@@ -280,7 +280,7 @@ def tensor_step(model: RankModel, micro_batches: Sequence[MicroBatch]) -> Tensor
         trained_between=trained_between,
         with_gradients=borders,
         gathered_again=[half for half in keeping if half in borders[0] and needs_input(model, half)],
-        to_the_end=any(kind.norms != "pre" for kind in config.kinds) or model.has_bottlenecks,
+        to_the_end=any(kind.normed_behind for kind in config.kinds) or model.has_bottlenecks,
         has_embedding=chunks.has_first,
         has_head=chunks.has_last,
     )
