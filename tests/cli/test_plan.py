@@ -76,6 +76,18 @@ def test_neighbours_are_planned(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert layouts["parallel.tensor=1"]["seconds"] == one["seconds"]["total"] != values["seconds"]["total"]
 
 
+def test_the_fastest_layouts_are_found(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    best, on = tmp_path / "best.yaml", ["--on", "2xA100-80G"]
+    first, second = planned(capsys, recipe, *on, "--search", 2, "--write", best)["layouts"]
+    assert first["plan"]["seconds"]["total"] <= second["plan"]["seconds"]["total"]
+    assert planned(capsys, recipe, *on, *first["settings"])["seconds"] == first["plan"]["seconds"]
+    assert planned(capsys, best, *on)["seconds"] == first["plan"]["seconds"] != second["plan"]["seconds"]
+    assert danlu("plan", recipe, *on, "--search", 1, "--write", best) != 0
+    assert f"--write {best}: exists already" in capsys.readouterr().err
+    assert danlu("plan", recipe, *on, "--write", tmp_path / "other.yaml") != 0
+    assert "Add --search 1" in capsys.readouterr().err
+
+
 def test_the_largest_that_fit(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def taken(*overrides: str) -> int:
         return int(planned(capsys, recipe, "--on", "A100-80G", *overrides)["memory"]["allocated"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from danlu.report.plan_text import change_lines, limit_lines, neighbour_lines, plan_lines
+from danlu.report.plan_text import change_lines, layout_lines, limit_lines, neighbour_lines, plan_lines
 
 GIB = 2**30
 MEMORY = {
@@ -150,4 +150,16 @@ def test_neighbours_as_text() -> None:
     assert [line.split() for line in lines[2:]] == [
         ["this", "layout", "55.50"],
         ["parallel.tensor=2", "40.00", "-15.50"],
+    ]
+
+
+def test_layouts_as_text() -> None:
+    slower = deepcopy(VALUES)
+    slower |= {"seconds": {**VALUES["seconds"], "total": 13.25}, "mfu": None, "tokens_per_second": 9891.0}
+    layouts = [{"settings": ["parallel.tensor=2", "batch.micro=4"], "plan": VALUES}, {"settings": [], "plan": slower}]
+    assert list(layout_lines(layouts, "sft.yaml")) == [
+        "sft.yaml on 2 nodes of 8 x H100-80G (79.0 GiB each): the fastest layouts of 16 processes that fit",
+        "     seconds  tokens/s    MFU    GiB  settings",
+        "  1        3    43,691  47.1%  55.50  parallel.tensor=2 batch.micro=4",
+        "  2    13.25     9,891         55.50",
     ]

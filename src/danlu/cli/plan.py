@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from danlu import recipe as recipes
-from danlu.core.errors import CheckpointError, RecipeError
+from danlu.core.errors import CheckpointError, RecipeError, ResourceError
 from danlu.core.run_files import PLAN
 from danlu.core.terminal import echo, print_status
+from danlu.recipe import resolved_yaml
 
 if TYPE_CHECKING:
     from danlu.planning.cluster import Cluster
@@ -40,6 +41,12 @@ def plan(
     neighbours: Annotated[
         bool, typer.Option("--neighbours", help="Also plan the layouts with one degree doubled or halved.")
     ] = False,
+    search: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Find the N fastest layouts that fit, of all that there are.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --search: write the recipe in the fastest layout.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, as plan.json, for scripts.")] = False,
 ) -> None:
     """Say what a step of `danlu train` takes: memory by part, seconds by operation, hours and price; nothing is run.
@@ -47,7 +54,8 @@ def plan(
     Where it does not fit, single changes that make it fit. Of a run's folder, what was expected next to what it took.
     """
     if recipe.is_dir():
-        options = {"--on": on, "--lengths": lengths, "--fits": fits, "--neighbours": neighbours or None}
+        options: dict[str, object] = {"--on": on, "--lengths": lengths, "--fits": fits, "--search": search}
+        options |= {"--write": write, "--neighbours": neighbours or None}
         _refuse_with_run({**options, "key=value": overrides or None})
         _show_run(recipe, as_json=as_json)
         return
@@ -66,6 +74,22 @@ def plan(
             )
         return
     target = None if on is None else Target(Cluster.of(on))
+    if write is not None and search is None:
+        raise RecipeError(
+            "--write: writes the recipe in the layout that --search finds. Add --search 1, or leave it out"
+        )
+    if search is not None:
+        if write is not None and write.exists():
+            raise RecipeError(f"--write {write}: exists already. Name another file")
+        from danlu.run.plan_search import fastest_layouts
+
+        with loaded.naming_places():
+            layouts = fastest_layouts(loaded.recipe, search, target, *_lengths(loaded.recipe, lengths))
+        _show_layouts(layouts, recipe.name, as_json=as_json)
+        if write is not None:
+            best = recipes.load(recipe, [*(overrides or []), *layouts[0]["settings"]]).recipe
+            _write(write, resolved_yaml(best))
+        return
     with loaded.naming_places():
         planned = planned_step(loaded.recipe, target, *_lengths(loaded.recipe, lengths))
     values = planned.values
@@ -84,6 +108,24 @@ def plan(
         echo(json.dumps({**values, **more}, allow_nan=False))
         return
     _print(values, recipe.name, more)
+
+
+def _show_layouts(layouts: list[dict[str, Any]], name: str, *, as_json: bool) -> None:
+    from danlu.report.plan_text import layout_lines
+
+    if as_json:
+        echo(json.dumps({"layouts": layouts}, allow_nan=False))
+        return
+    for line in layout_lines(layouts, name):
+        echo(line)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(f"{file}: cannot be written: {error.strerror}") from None
+    print_status(f"written to {file}")
 
 
 def _memory(text: str) -> int:

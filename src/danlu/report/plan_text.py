@@ -92,6 +92,19 @@ def neighbour_lines(layouts: Sequence[Mapping[str, Any]], values: Mapping[str, A
     yield from (f"  {line}" for line in aligned_rows(rows))
 
 
+def layout_lines(layouts: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
+    """Yields the lines of the fastest layouts, as `run.plan_search.fastest_layouts` gives them."""
+    machine, count = layouts[0]["plan"]["machine"], layouts[0]["plan"]["layout"]["processes"]
+    yield f"{name} on {_machine(machine)}: the fastest layouts of {count:,} processes that fit"
+    rows = [["", "seconds", "tokens/s", "MFU", "GiB", "settings"]]
+    for number, layout in enumerate(layouts, 1):
+        plan = layout["plan"]
+        mfu = "" if plan["mfu"] is None else f"{plan['mfu']:.1%}"
+        row = [str(number), f"{plan['seconds']['total']:.4g}", f"{plan['tokens_per_second']:,.0f}", mfu]
+        rows.append([*row, f"{plan['memory']['allocated'] / _GIB:.2f}", " ".join(layout["settings"])])
+    yield from (f"  {line}" for line in aligned_rows(rows, ends_with_text=True))
+
+
 def limit_lines(limits: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yields the lines of the largest batch, length and model that fit, as `run.plan_limits.limits` gives them."""
     count = limits["processes"]

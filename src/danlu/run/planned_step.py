@@ -61,14 +61,32 @@ def planned_step(
     cannot be read.
     """
     check_planned(recipe)
-    recipe = recipe.model_copy(update={"model": with_named_tokenizer(recipe.model)})
-    config = config or planned_config(recipe)
+    config = config or planned_config(_with_named_tokenizer(recipe))
     target = target or target_here(recipe)
     layout = _layout(recipe, config, target)
     judges = layout.tensor == 1 and recipe.parallel.shard == "none"
-    workload = read_workload(recipe, config, lengths or document_lengths(recipe), judges=judges)
-    workload = replace(workload, rollout_lengths=rollout_lengths)
+    workload = planned_workload(recipe, lengths, rollout_lengths, config=config, judges=judges)
     return PlannedStep(workload, target, plan_step(workload, layout, target))
+
+
+def planned_workload(
+    recipe: Recipe,
+    lengths: Lengths | None = None,
+    rollout_lengths: RolloutLengths | None = None,
+    *,
+    config: ModelConfig | None = None,
+    judges: bool = True,
+) -> Workload:
+    """Reads what a recipe trains, for any layout; arguments are those of `planned_step` and `read_workload`."""
+    check_planned(recipe)
+    recipe = _with_named_tokenizer(recipe)
+    config = config or planned_config(recipe)
+    workload = read_workload(recipe, config, lengths or document_lengths(recipe), judges=judges)
+    return replace(workload, rollout_lengths=rollout_lengths)
+
+
+def _with_named_tokenizer(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": with_named_tokenizer(recipe.model)})
 
 
 def check_planned(recipe: Recipe) -> None:
