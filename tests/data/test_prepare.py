@@ -80,13 +80,14 @@ def rows_of(samples: Selection) -> list[str]:
 
 @pytest.mark.usefixtures("worker_processes")
 def test_the_output_does_not_depend_on_the_number_of_workers_and_progress_is_reported(
-    tokenizer: Path, tmp_path: Path
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path / "chat.jsonl", conversations(0, 2600))  # more chunks than one process is given at first
+    monkeypatch.setattr("danlu.data.tokenizing.CHUNK_ROWS", 32)
+    path = write(tmp_path / "chat.jsonl", conversations(0, 330))  # more chunks than one process is given at first
     seen: list[int] = []
     one = ready(tokenizer, tmp_path / "one", path, workers=1)
     two = ready(tokenizer, tmp_path / "two", path, workers=2, progress=lambda done, total: seen.append(done))
-    assert one.train is not None and two.train is not None and seen[-1] == 2600
+    assert one.train is not None and two.train is not None and seen[-1] == 330
     assert contents(one.train) == contents(two.train)
     assert rows_of(one.train)[:2] == ["chat.jsonl:1", "chat.jsonl:2"]
     assert one.statistics == two.statistics

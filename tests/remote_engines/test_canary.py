@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.covering import covering
 from builders.remote_engines import KINDS, adapter_writer, hand_over_of, only_server, scores, serving
 from builders.served_model import ServedModel
 from builders.tiny_adapters import adapter_set
@@ -85,9 +86,9 @@ def test_layers_that_vllm_has_packed_are_not_compared_and_others_are(small_decod
 STALE = "model.layers.{}.mlp.down_proj.weight"
 
 
-@both
-@routes
-@pytest.mark.parametrize("fault", ["ignored", "transposed"])
+@pytest.mark.parametrize(
+    ("kind", "route", "fault"), covering(sorted(KINDS), ["folder", "group"], ["ignored", "transposed"])
+)
 def test_a_tensor_that_is_not_the_trainer_s_is_named(small_decoder, tmp_path, kind, route, fault):
     trainer = small_decoder(seed=1)
     name = STALE.format(2) if fault == "ignored" else "model.layers.0.self_attn.o_proj.weight"
