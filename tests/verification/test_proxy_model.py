@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders.adapter_folders import adapter_folder
+from builders.published_configs import PUBLISHED
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.adapters.adapter_config import read_adapter_config
@@ -51,6 +52,7 @@ LARGE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 256000,
     },
+    "gemma4-e2b": PUBLISHED["gemma-4-e2b-text"].values,
     "gpt_neox": {
         "model_type": "gpt_neox",
         "hidden_size": 4096,
@@ -226,7 +228,8 @@ def test_what_decides_how_it_is_cut_is_kept(name: str, layout: Layout, quantized
         assert getattr(small, kept) == getattr(large, kept)
     sizes = {"heads", "kv_heads", "head_dim", "rope", "scale", "window", "key_heads", "key_dim", "value_dim"}
     differences = {f"mixer.{name}" for name in sizes} | {"feed.intermediate_size"}
-    assert set(small.layers[0].differences(large.layers[0])) <= differences
+    assert set(small.layers[0].differences(large.layers[0])) <= differences | {"per_layer_width"}
+    assert {layer.mixer.sharing for layer in small.layers} == {layer.mixer.sharing for layer in large.layers}
     windows = {layer.mixer.window for layer in small.layers}
     assert {one is None for one in windows} == {layer.mixer.window is None for layer in large.layers}
     assert windows <= {None, WINDOW}
