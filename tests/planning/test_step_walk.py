@@ -21,8 +21,9 @@ from danlu.parallel.schedules import (
     unsplit,
 )
 from danlu.parallel.weight_stash import WeightStash
+from danlu.planning.layer_memory import PassBytes
 from danlu.planning.pipeline_simulation import in_flight_formula
-from danlu.planning.step_walk import ChunkCost, PassBytes, RankCost, StageWalk, rank_bytes, stashed_versions, walk
+from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, rank_bytes, stashed_versions, walk
 
 VARIANTS = [(kind, chunks_per_rank(kind)) for kind in KINDS] + [("interleaved", 3)]
 ONE = ChunkCost(forward=1, input=1, weight=1, kept=1, forward_peak=1, backward_peak=1, input_peak=1)

@@ -78,18 +78,15 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
     """
     passes = plan.layers or (LayerPass(),) * len(config.layers)
     layers = [
-        _layer_memory(spec, config.hidden_size, batch, own.training, own.recompute, plan.share)
+        layer_memory(spec, config.hidden_size, batch, own.training, own.recompute, plan.share)
         for spec, own in zip(config.layers, passes, strict=True)
     ]
     width = batch.tokens * config.hidden_size * batch.element_bytes
     stream = -(-width // plan.share.degree) if plan.share.sequence else width
-    inputs_again = _inputs_again(passes)
+    again_by_segment = inputs_again(passes)
     before = peak = 0
-    for index, (own, settings) in enumerate(zip(layers, passes, strict=True)):
-        is_first = settings.segment is None or not index or passes[index - 1].segment != settings.segment
-        # In a segment the first layer alone keeps its input; keys that later layers read leave the segment.
-        kept = own.kept if is_first else sum(map(own.graph.bytes_of, own.graph.given))
-        again = stream * inputs_again.get(settings.segment, 0)
+    for own, settings, kept in zip(layers, passes, kept_by_layer(layers, passes), strict=True):
+        again = stream * again_by_segment.get(settings.segment, 0)
         peak = max(peak, before + again + max(stream + own.forward, own.backward))
         before += kept
     if plan.offload:
@@ -100,20 +97,30 @@ def activation_bytes(config: ModelConfig, batch: BatchShape, plan: ActivationPla
     trains_embeddings = any(own.training.trains_embeddings for own in passes)
     if passes[0].training.adapts_embeddings and "x" not in layers[0].graph.kept.names:
         before += stream  # the input of the adapted product that makes layers' own embeddings
-    outside = _OutsideLayers(config, batch, stream, has_tables, plan.has_head, trains_embeddings)
+    outside = OutsideLayers(config, batch, stream, has_tables, plan.has_head, trains_embeddings)
     kept = before + outside.throughout + outside.until_backward
     peak = max(peak + outside.throughout, kept + outside.norm_backward)
     return ActivationBytes(kept=kept, recomputed=max(0, peak - kept))
 
 
-def _inputs_again(passes: Sequence[LayerPass]) -> dict[int | None, int]:
+def kept_by_layer(layers: Sequence[LayerMemory], passes: Sequence[LayerPass]) -> list[int]:
+    """The bytes that each layer keeps for its backward pass: in a segment the first one alone keeps its input."""
+    segments = [None, *(settings.segment for settings in passes)]
+    return [
+        # Keys that later layers read leave the segment.
+        sum(map(layer.graph.bytes_of, layer.graph.given)) if segment is not None and segment == before else layer.kept
+        for layer, segment, before in zip(layers, segments[1:], segments, strict=False)
+    ]
+
+
+def inputs_again(passes: Sequence[LayerPass]) -> dict[int | None, int]:
     """Number of a segment -> its layers but the first, with inputs that are made again in the backward pass."""
     counts = Counter(own.segment for own in passes if own.segment is not None)
     return {segment: count - 1 for segment, count in counts.items()}
 
 
 @dataclass(frozen=True)
-class _OutsideLayers:
+class OutsideLayers:
     """Bytes of the values before and behind a model's layers."""
 
     config: ModelConfig
@@ -151,9 +158,23 @@ class _OutsideLayers:
         """
         if not self.has_head:
             return 2 * self.stream
+        return self.until_next_pass + (self.stream + self._targets if self.config.task == "causal-lm" else 0)
+
+    @property
+    def until_next_pass(self) -> int:
+        """The bytes of those that stay while another micro-batch has its passes: the final norm's input and statistics
+        and the gradient of the states of targets; without a loss by targets the norm's output; without a head the
+        output.
+        """
+        if not self.has_head:
+            return self.stream
         statistics = 4 * self.batch.tokens * (1 if self.config.norm_kind == "rms" else 2)
-        targets = self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
-        return 2 * self.stream + statistics + (2 * targets if self.config.task == "causal-lm" else 0)
+        return self.stream + statistics + (self._targets if self.config.task == "causal-lm" else self.stream)
+
+    @property
+    def _targets(self) -> int:
+        """Bytes of the states of targets."""
+        return self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
 
     @property
     def norm_backward(self) -> int:
@@ -163,7 +184,7 @@ class _OutsideLayers:
 
 
 @lru_cache(maxsize=2048)
-def _layer_memory(
+def layer_memory(
     spec: LayerSpec, width: int, batch: BatchShape, training: LayerTraining, recompute: Recompute, share: RankShare
 ) -> LayerMemory:
     return LayerMemory(LayerGraph(spec, width, batch, training, recompute, share))

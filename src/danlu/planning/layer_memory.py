@@ -9,9 +9,10 @@ operation adds temporaries of its own. Tests compare with the peak that torch's 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from danlu.models.mixer_spec import Delta
 from danlu.models.operations import OF_OTHERS, ROTATION, Operation
@@ -19,6 +20,25 @@ from danlu.planning.attention_memory import attention_temporaries
 from danlu.planning.layer_graph import LayerGraph
 
 _FLOAT32 = 4
+
+
+class PassBytes(NamedTuple):
+    """Bytes of one pass at the moment when they are the most together."""
+
+    activations: int
+    gradients: int
+    """Bytes of gradients that stay when the pass is over."""
+
+
+class PutOff(NamedTuple):
+    """The gradient of one operation's weights that an input pass leaves for later."""
+
+    frees: int
+    """Bytes that wait for this gradient and for none after it."""
+    gradient: int
+    """Bytes of the gradient, float32."""
+    narrow: int
+    """Bytes of the same gradient in half precision, before it is widened."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +64,27 @@ class LayerMemory:
         These are kept values, those that are computed again, gradients of values, and of one operation at a time the
         gradients of its weights, which are added to those of the micro-batches before.
         """
-        return _backward_peak(self.graph)
+        return _backward_peak(self.graph).activations
+
+    @cached_property
+    def first_backward(self) -> PassBytes:
+        """The same where the pass makes the gradients of weights that stay, and finds none."""
+        return _backward_peak(self.graph, gradients_stay=True)
+
+    @cached_property
+    def input(self) -> int:
+        """The same in a pass that puts off the weight gradients of products (`core.weight_gradients`)."""
+        return _backward_peak(self.graph, puts_off=True).activations
+
+    @cached_property
+    def put_off(self) -> tuple[PutOff, ...]:
+        """The gradients that such a pass puts off, in the order in which a weight pass makes them."""
+        return tuple(_put_off(self.graph))
 
     @cached_property
     def offloaded_backward(self) -> int:
         """The same where kept values come back from an offload one operation after the other."""
-        return _backward_peak(self.graph, is_offloaded=True)
+        return _backward_peak(self.graph, is_offloaded=True).activations
 
 
 def weight_gradient_bytes(graph: LayerGraph, operation: Operation) -> int:
@@ -106,12 +141,48 @@ def _narrow_weight(graph: LayerGraph, operation: Operation) -> int:
     return math.prod(operation.weights[0][1][-2:]) // shares * graph.batch.element_bytes
 
 
-def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
-    peak = 0
+def _put_off(graph: LayerGraph) -> Iterator[PutOff]:
+    graph = replace(graph, recompute="none") if graph.recompute == "full" else graph
+    operations = [each for each in reversed(graph.with_backward) if _is_put_off(graph, each)]
+    for index, operation in enumerate(operations):
+        later = set[str]().union(*(_waiting_for(graph, each) for each in operations[index + 1 :]))
+        frees = sum(graph.bytes_of(name) for name in _inputs_of_gradient(graph, operation) - later)
+        frees += sum(graph.bytes_of(value.name) for value in operation.makes if _gradient_of(value.name) not in later)
+        yield PutOff(frees, weight_gradient_bytes(graph, operation), _narrow_weight(graph, operation))
+
+
+def _is_put_off(graph: LayerGraph, operation: Operation) -> bool:
+    return operation.is_product and weight_gradient_bytes(graph, operation) > 0
+
+
+def _inputs_of_gradient(graph: LayerGraph, operation: Operation) -> set[str]:
+    """Names of the kept values that the gradient of an operation's weights is made of."""
+    return set(graph.saved[operation.name]) - OF_OTHERS
+
+
+def _gradient_of(name: str) -> str:
+    return f"gradient of {name}"
+
+
+def _waiting_for(graph: LayerGraph, operation: Operation) -> set[str]:
+    return _inputs_of_gradient(graph, operation) | {_gradient_of(value.name) for value in operation.makes}
+
+
+def _backward_peak(
+    graph: LayerGraph, *, is_offloaded: bool = False, puts_off: bool = False, gradients_stay: bool = False
+) -> PassBytes:
+    """Finds the moment with the most bytes; gradients of weights are activations in it, but for those that stay."""
+    peak, staying = PassBytes(0, 0), 0
+    waiting = set[str]()  # values and gradients that put-off weight gradients are made of
+
+    def reach(activations: int) -> None:
+        nonlocal peak
+        peak = max(peak, PassBytes(activations, staying), key=sum)
+
     if graph.recompute == "full":  # its forward pass runs again, and keeps everything
         kept = graph.kept_bytes
         graph = replace(graph, recompute="none")
-        peak = kept + _forward_peak(graph) + graph.bytes_of(graph.output)
+        reach(kept + _forward_peak(graph) + graph.bytes_of(graph.output))
         is_offloaded = False
     live = {name: graph.bytes_of(name) for name in (graph.kept.names | {"x"}) - OF_OTHERS}
     unnamed = {
@@ -130,7 +201,7 @@ def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
                 unnamed |= {each.name: graph.bytes_of_elements(*graph.unnamed(each)) for each in graph.regions[region]}
                 again = max(_forward_temporaries(graph, each) for each in graph.regions[region])
                 there = 0 if is_offloaded else sum(live.values()) + sum(unnamed.values())
-                peak = max(peak, there + sum(gradients.values()) + again)
+                reach(there + sum(gradients.values()) + again)
         if is_offloaded:
             there = sum(graph.bytes_of(name) for name in graph.saved[operation.name] if name not in OF_OTHERS)
             there += unnamed.get(operation.name, 0)
@@ -138,11 +209,20 @@ def _backward_peak(graph: LayerGraph, *, is_offloaded: bool = False) -> int:
             there = sum(live.values()) + sum(unnamed.values())
         handed = {name: graph.bytes_of(name) for name in operation.reads if name in graph.gradients - OF_OTHERS}
         new = weight_gradient_bytes(graph, operation)
+        if puts_off and _is_put_off(graph, operation):
+            new = 0
+            waiting |= _waiting_for(graph, operation)
+        if gradients_stay:
+            staying, new = staying + new, 0
         total = there + sum(gradients.values()) + sum(handed.values()) + new
-        peak = max(peak, total + _backward_temporaries(graph, operation))
-        gradients = {name: size for name, size in gradients.items() if not _makes(operation, name)} | handed
+        reach(total + _backward_temporaries(graph, operation))
+        gradients = {
+            name: size
+            for name, size in gradients.items()
+            if not _makes(operation, name) or _gradient_of(name) in waiting
+        } | handed
         unnamed.pop(operation.name, None)
-        needed = {name for each in graph.with_backward[:index] for name in graph.saved[each.name]} | {"x"}
+        needed = {name for each in graph.with_backward[:index] for name in graph.saved[each.name]} | {"x"} | waiting
         needed |= {name for region in graph.regions.keys() - made_again for name in graph.inputs_of(region)}
         live = {name: size for name, size in live.items() if name in needed}
     return peak

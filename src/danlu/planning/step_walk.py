@@ -16,14 +16,8 @@ from typing import NamedTuple
 from danlu.parallel.schedules import Action
 from danlu.parallel.schedules.messages import UNFINISHED_SENDS
 from danlu.parallel.timeline import TimelineEvent
+from danlu.planning.layer_memory import PassBytes
 from danlu.planning.pipeline_simulation import simulate_seconds
-
-
-class PassBytes(NamedTuple):
-    """Bytes of one pass at the moment when they are the most together."""
-
-    activations: int
-    gradients: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
