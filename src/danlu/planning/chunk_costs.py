@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from danlu.models.chunks import Chunks
-from danlu.optim.state_shapes import optimizer_bytes
+from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes
 from danlu.planning.batch_shape import BatchShape, RankShare
+from danlu.planning.chunk_memory import ChunkGradients
 from danlu.planning.layer_graph import LayerGraph, Recompute
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.layer_training import training_of_chunks
@@ -18,7 +20,7 @@ from danlu.planning.primitives import OperationWork, PassSeconds, sum_of
 from danlu.planning.rank_memory import chunks_step, gathered_bytes_of
 from danlu.planning.rank_tensors import RankTensor
 from danlu.planning.speeds import Speeds
-from danlu.planning.step_estimate import StepEstimate, context_cut
+from danlu.planning.step_estimate import context_cut
 from danlu.planning.step_walk import ChunkCost
 from danlu.planning.step_work import embedding_work, loss_work, norm_work, own_embeddings_work
 from danlu.planning.target import Target
@@ -116,43 +118,33 @@ def chunk_bytes(
     """
     own = replace(chunks, local=(chunk,))
     step = chunks_step(workload, own, target.device_type, target.kernels, micro)
-    activations, recipe = step.activations, workload.recipe
-    peak = activations.kept + activations.recomputed
-    tensors = list(tensors)
+    recipe, tensors = workload.recipe, list(tensors)
     gathered, whole_gradients = gathered_bytes_of(workload, tensors)
     trained = {each.name: each.shape for each in tensors if each.whole.trained}
-    gradients = optimizer_bytes(recipe.optimizer, trained, paged=False).gradients
+    total = optimizer_bytes(recipe.optimizer, trained, paged=False).gradients + whole_gradients
+    cost = step.chunk_cost(_chunk_gradients(workload, own, tensors, total, target.device_type))
     tokens = micro * recipe.data.max_length // recipe.parallel.context.size
     share = rank_share(workload)
     stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.precision]
-    return ChunkCost(
-        kept=activations.kept,
-        forward_peak=peak,
-        loss=step.logits,
-        backward_peak=peak,
-        input_peak=peak,
-        kept_for_weight=_kept_for_weight(workload, own, step),
-        weight_peak=_kept_for_weight(workload, own, step),
-        gradients=gradients + whole_gradients,
-        gathered=gathered,
-        message=-(-stream // share.degree) if share.sequence else stream,
-    )
+    cost = replace(cost, gathered=gathered, message=-(-stream // share.degree) if share.sequence else stream)
+    if recipe.parallel.shard != "none":  # whole gradients come and go layer by layer, and shards stay
+        cost = replace(cost, first_backward=None, first_weight=None, gradients_of_input=total)
+    return cost
 
 
-def _kept_for_weight(workload: Workload, chunks: Chunks, step: StepEstimate) -> int:
-    """Bytes of the inputs of trained products and of the gradients of their outputs, which wait for a put-off pass."""
-    if not workload.recipe.parallel.pipeline.defers_weight_gradients:
-        return 0
-    total = 0
-    for graph in step.graphs():
-        names = set[str]()
-        for operation in graph.with_backward:
-            adapter = graph.training.adapter_of(operation.name)
-            if operation.is_product and (graph.training.weights or adapter is not None):
-                names.add(operation.reads[0])
-                total += graph.bytes_of(operation.makes[0].name)
-        total += sum(map(graph.bytes_of, names))
-    return total
+def _chunk_gradients(
+    workload: Workload, chunks: Chunks, tensors: Sequence[RankTensor], total: int, device_type: str
+) -> ChunkGradients:
+    """The gradients of a chunk's weights; tensors: those that are trained, among others."""
+    config = workload.config
+    sizes = {each.name: math.prod(each.gathered or each.cut) for each in tensors if each.whole.trained}
+    is_sharded = workload.recipe.parallel.shard != "none"
+    element_bytes = ELEMENT_BYTES[workload.recipe.precision] if is_sharded else FLOAT32_BYTES
+    embedding = sizes.get("embed_tokens.weight", 0) if 0 in chunks.local and device_type != "cpu" else 0
+    head = 0
+    if chunks.has_last and config.task == "causal-lm":
+        head = sizes.get("lm_head.weight" if config.has_own_head else "embed_tokens.weight", 0)
+    return ChunkGradients(total, element_bytes * embedding, element_bytes * head)
 
 
 def mean_batch(workload: Workload, micro: int, target: Target) -> BatchShape:

@@ -22,11 +22,8 @@ from danlu.planning.activation_memory import (
     layer_memory,
 )
 from danlu.planning.batch_shape import BatchShape
-from danlu.planning.layer_memory import LayerMemory, PassBytes, weight_gradient_bytes
+from danlu.planning.layer_memory import LayerMemory, PassBytes
 from danlu.planning.step_walk import ChunkCost
-
-BATCH_BYTES = 37
-"""Bytes of each token of a micro-batch: id, position and mark; index, id and weight of its target."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,8 @@ class _Chunk:
     def cost(self, loss_workspace: int) -> ChunkCost:
         """The bytes of the chunk's passes."""
         layers = self.layers
-        waiting = [sum(each.frees for each in layer.put_off) for layer in layers]
-        put_off = [sum(each.gradient for each in layer.put_off) for layer in layers]
+        waiting = [layer.put_off_bytes[0] for layer in layers]
+        put_off = [layer.put_off_bytes[1] for layer in layers]
         weight_peak, first_weight = self._weight_pass()
         return ChunkCost(
             kept=self.kept,
@@ -101,7 +98,7 @@ class _Chunk:
     @property
     def kept(self) -> int:
         """Bytes from the forward to the backward pass."""
-        return sum(self._kept) + self.outside.tables + self.outside.until_next_pass
+        return sum(self._kept) + self.outside.throughout + self.outside.until_next_pass
 
     @property
     def _during_loss(self) -> int:
@@ -119,7 +116,7 @@ class _Chunk:
 
     def _moments(self, passes: Sequence[PassBytes], behind: Sequence[int] | None = None) -> list[PassBytes]:
         """The passes of layers with all that is there meanwhile: what layers in front of each keep, and `behind`."""
-        before = itertools.accumulate(self._kept, initial=self.outside.tables)
+        before = itertools.accumulate(self._kept, initial=self.outside.throughout)
         behind = behind or [self._stream] * len(passes)
         return [
             PassBytes(own.activations + kept + more, own.gradients)
@@ -131,7 +128,7 @@ class _Chunk:
 
         stays: whether gradients stay that were not there before. waiting: bytes that each layer puts off.
         """
-        gradients = [_gradient_bytes(layer) if stays else 0 for layer in self.layers]
+        gradients = [layer.gradients if stays else 0 for layer in self.layers]
         embedding = self.gradients.embedding
         first = self.gradients.total - embedding - sum(gradients) if stays else 0  # of the norm and the head
         again, put_off = inputs_again(self.passes), waiting or [0] * len(passes)
@@ -149,7 +146,7 @@ class _Chunk:
         if self.is_last:
             moments.append(PassBytes(self.kept + self._during_loss + self.outside.norm_backward, first))
         if embedding:
-            at_end = self.outside.tables + output + sum(put_off) + self._stream
+            at_end = self.outside.throughout + output + sum(put_off) + self._stream
             moments.append(PassBytes(at_end + (0 if stays else embedding), first + sum(gradients) + embedding * stays))
         return max([PassBytes(self.kept, first), *moments], key=sum)
 
@@ -163,7 +160,3 @@ class _Chunk:
             first = max(first, PassBytes(left + each.narrow, staying), key=sum)
             left -= each.frees
         return peak, first
-
-
-def _gradient_bytes(layer: LayerMemory) -> int:
-    return sum(weight_gradient_bytes(layer.graph, each) for each in layer.graph.with_backward)

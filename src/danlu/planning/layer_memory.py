@@ -82,6 +82,16 @@ class LayerMemory:
         return tuple(_put_off(self.graph))
 
     @cached_property
+    def put_off_bytes(self) -> tuple[int, int]:
+        """(bytes that wait for these gradients, bytes of the gradients)."""
+        return sum(each.frees for each in self.put_off), sum(each.gradient for each in self.put_off)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of the gradients of all trained weights, float32."""
+        return sum(weight_gradient_bytes(self.graph, each) for each in self.graph.with_backward)
+
+    @cached_property
     def offloaded_backward(self) -> int:
         """The same where kept values come back from an offload one operation after the other."""
         return _backward_peak(self.graph, is_offloaded=True).activations

@@ -15,9 +15,12 @@ from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
 from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
 from danlu.planning.batch_shape import BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
+from danlu.planning.chunk_memory import ChunkGradients, chunk_memory
 from danlu.planning.layer_graph import LayerGraph, LayerTraining
+from danlu.planning.layer_memory import LayerMemory
 from danlu.planning.layer_training import layers_training
 from danlu.planning.model_tensors import ELEMENT_BYTES
+from danlu.planning.step_walk import ChunkCost
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Context
 
@@ -137,6 +140,31 @@ class StepEstimate:
         return [
             BatchShape(documents, element_bytes, self.kernels, context=cut) for documents in self._documents(sequences)
         ]
+
+    def chunk_cost(self, gradients: ChunkGradients) -> ChunkCost:
+        """The bytes of a micro-batch's passes, of the micro-batch that keeps most; without what is gathered.
+
+        A model of values, and activations that are offloaded or have a budget, count as `activations` has them, in all
+        passes alike.
+        """
+        settings, budget = self._settings(self.config, self.plan), self.recipe.memory.recompute.budget
+        if self.critic is None and not settings.offload and (budget is None or self.plan):
+            batches = self._batches(max(self.micro, self._most_paths))
+            costs = [chunk_memory(self.config, batch, settings, gradients, self.logits) for batch in batches]
+            return max(costs, key=lambda cost: (max(cost.kept + cost.loss, cost.backward_peak), cost.kept))
+        peak = self.activations.kept + self.activations.recomputed
+        waiting = sum(each.frees for graph in self.graphs() for each in LayerMemory(graph).put_off)
+        return ChunkCost(
+            kept=self.activations.kept,
+            forward_peak=peak,
+            loss=self.logits,
+            backward_peak=peak,
+            input_peak=max(peak, waiting),
+            kept_for_weight=waiting,
+            weight_peak=waiting,
+            gradients=gradients.total,
+            gradients_of_forward=gradients.head,
+        )
 
     def graphs(self) -> Iterator[LayerGraph]:
         """Yields the layers of the policy in the micro-batch with the longest documents."""
