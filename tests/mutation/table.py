@@ -266,8 +266,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/step_walk.py",
-        "        self.gradients += cost.gradients_of_forward",
-        "        self.gradients += 0",
+        "        self.head_gradients += cost.gradients_of_forward",
+        "        self.head_gradients += 0",
         "planning/test_step_walk.py",
     ),
     Mutation(

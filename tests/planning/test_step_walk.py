@@ -140,8 +140,8 @@ def test_1f1b_worked_out_by_hand() -> None:
     assert second.peak == second.bytes[second.index] == 1442
     assert second.parts._asdict() == {
         "activations": 10,
-        "logits": 30,
-        "gradients": 1400,
+        "logits": 430,
+        "gradients": 1000,
         "gathered": 0,
         "stash": 0,
         "queue": 0,

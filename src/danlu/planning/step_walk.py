@@ -96,6 +96,7 @@ class WalkBytes(NamedTuple):
 
     activations: int
     logits: int
+    """The loss's own bytes, and the head's gradients that it has made and that no backward pass has handed out yet."""
     gradients: int
     gathered: int
     stash: int
@@ -225,6 +226,8 @@ class _RankMemory:
     """Updates within the list; 0 where the only one ends it."""
     batches: int = 0
     activations: int = 0
+    head_gradients: int = 0
+    """Those of forward passes without a backward pass."""
     gradients: int = 0
     queue: int = 0
     messages: int = 0
@@ -272,7 +275,7 @@ class _RankMemory:
         """The present bytes, and those in addition of a pass."""
         return WalkBytes(
             activations=self.batches + self.activations + activations,
-            logits=logits,
+            logits=self.head_gradients + logits,
             gradients=self.gradients + gradients,
             gathered=self.gathered + gathered,
             stash=self.versions * self.rank.trained,
@@ -302,12 +305,11 @@ class _RankMemory:
             self.gathered += cost.gathered
         gathered = self._gathering(cost)
         moment = self._now(activations=cost.forward_peak - shared, gathered=gathered)
-        at_loss = self._now(
-            activations=cost.kept - shared, logits=cost.loss, gradients=cost.gradients_of_forward, gathered=gathered
-        )
+        logits = cost.loss + cost.gradients_of_forward
+        at_loss = self._now(activations=cost.kept - shared, logits=logits, gathered=gathered)
         kept = self._kept[place] = cost.kept - shared
         self.activations += kept
-        self.gradients += cost.gradients_of_forward
+        self.head_gradients += cost.gradients_of_forward
         self.messages -= frozen
         if place[0] + 1 < len(self.costs[place[1]]):
             self.messages += cost.frozen_message  # until they are sent, or used here
@@ -319,13 +321,16 @@ class _RankMemory:
         if place[0] + 1 < len(self.costs[place[1]]):
             self.messages -= cost.message  # the gradient of its output is among the pass's own bytes
         self.activations -= kept
-        self.gradients -= cost.gradients_of_forward
+        self.head_gradients -= cost.gradients_of_forward
         missing = self._missing(place[0], cost.gradients_of_input if puts_off else cost.gradients)
-        peak = PassBytes(cost.input_peak if puts_off else cost.backward_peak, max(missing, cost.gradients_of_forward))
+        peak = PassBytes(cost.input_peak if puts_off else cost.backward_peak, missing)
         if missing and not puts_off and cost.first_backward is not None and place[0] not in self._gradients_there:
             peak = cost.first_backward
         moment = self._now(
-            activations=peak.activations - shared, gradients=peak.gradients, gathered=self._gathering(cost)
+            activations=peak.activations - shared,
+            logits=0 if missing else cost.gradients_of_forward,  # which are added to those that are there
+            gradients=peak.gradients,
+            gathered=self._gathering(cost),
         )
         self._make(place[0], missing)
         if puts_off:
