@@ -109,6 +109,8 @@ SUGGESTIONS = {
     "deploy": "`danlu serve`",
     "download": "`danlu train` with a hub id in model.path downloads what it needs",
     "env": "`danlu --version`; the summary.json of a run says what it ran on",
+    "estimate": "`danlu plan`: memory, seconds and price of a step",
+    "estimate-memory": "`danlu plan`: memory, seconds and price of a step",
     "evaluate": "`danlu eval`",
     "export": "`danlu checkpoint export` (a checkpoint as a model) or `danlu merge` (an adapter into its base)",
     "fetch": "`danlu recipes copy`",
