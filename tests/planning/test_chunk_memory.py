@@ -129,7 +129,7 @@ def test_the_peak_of_a_stage_is_that_of_its_walk(kind: str, stage: int, recomput
     costs, peak = costs_of(recipe, config), measured(recipe, config, stage, count)
     expected = walked(kind, count, costs)[stage].peak
     print("RATIO", kind, stage, recompute, expected / peak)
-    assert 0.95 <= expected / peak <= 1.05, f"{expected / peak:.3f}"
+    assert 0.97 <= expected / peak <= 1.03, f"{expected / peak:.3f}"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
