@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,11 +12,12 @@ from danlu.memory.available_memory import available_bytes
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.parallel.ranks import Ranks
-from danlu.planning import device_map
-from danlu.planning.device_map import Device
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
 from danlu.recipe.value import value_adapter_folder
+
+if TYPE_CHECKING:
+    from danlu.planning.device_map import Device
 
 
 def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
@@ -49,6 +50,8 @@ def visible_devices(device: str) -> tuple[Device, ...]:
 
     device: `recipe.device`.
     """
+    from danlu.planning.device_map import Device
+
     if device == "cpu" or not torch.cuda.is_available():
         return (Device("cpu", available_bytes(torch.device("cpu"))),)
     names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -79,6 +82,8 @@ def device_map_of(
     """
     if section is None:
         return None
+    from danlu.planning import device_map
+
     name = None if loss_device is None else str(loss_device)
     return device_map.device_map_of(section, config, visible_devices(device), loss_device=name)
 

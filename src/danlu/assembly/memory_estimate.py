@@ -24,7 +24,6 @@ from danlu.models.config import ModelConfig
 from danlu.numerics.dtypes import DTYPES
 from danlu.planning.activation_memory import least_weight_bytes
 from danlu.planning.batch_shape import Kernels
-from danlu.planning.gathered_memory import gathered_at_a_time
 from danlu.planning.step_estimate import StepEstimate
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
@@ -266,17 +265,19 @@ def activation_dtype(precision: str) -> torch.dtype:
 
 def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
     """Returns (bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
-    return gathered_at_a_time(
-        {
-            name: (
-                parameter.numel() * gathered_element_bytes(recipe, parameter),
-                parameter.numel() * parameter.requires_grad,
-            )
-            for name, parameter in model.named_parameters()
-            if is_dtensor(parameter)
-        },
-        recipe.parallel,
-    )
+    sharded = {
+        name: (
+            parameter.numel() * gathered_element_bytes(recipe, parameter),
+            parameter.numel() * parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
+        if is_dtensor(parameter)
+    }
+    if not sharded:
+        return 0, 0
+    from danlu.planning.gathered_memory import gathered_at_a_time
+
+    return gathered_at_a_time(sharded, recipe.parallel)
 
 
 def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:

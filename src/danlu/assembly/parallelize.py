@@ -36,7 +36,6 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
-from danlu.planning.pipeline_split import chunk_sizes, num_chunks
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Memory, Model, Parallel
 
@@ -156,6 +155,8 @@ class LayerPlacer:
         self.pipeline: Pipeline | None = None  # None where each process has all layers
         self.stage = StageParameters()
         if not ranks.pipeline.alone:
+            from danlu.planning.pipeline_split import chunk_sizes, num_chunks
+
             stages = section.pipeline
             chunks = num_chunks(stages) // stages.stages
             self.pipeline = Pipeline(

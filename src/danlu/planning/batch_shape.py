@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 
 from danlu.models.kernel_limits import CHUNK_SIZES, DOCUMENT_MULTIPLE, SHORT_DOCUMENT
 
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
+"""Precision -> bytes of an activation; `auto` counts as bf16 where it has not been measured yet."""
+
 Kernels = Literal["cpu", "flash", "document"]
 """The attention kernels of a device (`models.attention_kernels`): those of a CPU, a flash kernel that takes all
 documents, or torch's kernel document by document, with windows and softcaps by products.

@@ -9,13 +9,12 @@ from functools import cached_property
 
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes
-from danlu.planning.batch_shape import BatchShape, RankShare
+from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, RankShare
 from danlu.planning.chunk_memory import ChunkGradients
 from danlu.planning.layer_graph import LayerGraph, Recompute
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.layer_training import training_of_chunks
 from danlu.planning.mean_documents import mean_documents
-from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.planning.primitives import OperationWork, PassSeconds, sum_of
 from danlu.planning.rank_memory import chunks_step, gathered_bytes_of
 from danlu.planning.rank_tensors import RankTensor

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 from danlu.core.layer_types import TRAINED, Axis
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES
+from danlu.planning.batch_shape import ELEMENT_BYTES
 from danlu.planning.packed_shapes import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import QuantizationSection
 from danlu.recipe.value import VALUE, value_adapter
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
-"""Precision -> bytes of an activation; `auto` counts as bf16 where it has not been measured yet."""
 _UNTRAINED = ("router.correction", "layer_scalar.weight")
 
 

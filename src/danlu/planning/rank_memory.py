@@ -16,13 +16,12 @@ from danlu.models.config import ModelConfig
 from danlu.optim.state_shapes import FLOAT32_BYTES, average_bytes, optimizer_bytes
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import peak_in_flight, schedule
-from danlu.planning.batch_shape import Kernels
+from danlu.planning.batch_shape import ELEMENT_BYTES, Kernels
 from danlu.planning.gathered_memory import gathered_at_a_time
 from danlu.planning.layer_training import training_of_chunks
-from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
-from danlu.planning.step_estimate import CriticPass, StepEstimate
+from danlu.planning.step_estimate import CriticPass, StepEstimate, stage_config
 from danlu.planning.workload import Workload
 from danlu.recipe import sections
 from danlu.recipe.value import VALUE, value_share
@@ -205,10 +204,3 @@ def _in_flight(section: sections.Pipeline, stage: int) -> float:
     per_rank = num_chunks(section) // section.stages
     lists = schedule(section.schedule, section.stages, per_rank, _ROUND * section.stages)
     return peak_in_flight(lists[stage]) / per_rank
-
-
-def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
-    """The config of a model with the layers of one stage of a pipeline alone."""
-    if chunks.last == 0:
-        return config
-    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))

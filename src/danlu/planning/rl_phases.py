@@ -17,12 +17,11 @@ from danlu.memory.layer_plan import Kind
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout
 from danlu.planning.answer_trees import micro_batches, trained_trees, trees_of
-from danlu.planning.batch_shape import Document, DocumentRun, Kernels
+from danlu.planning.batch_shape import ELEMENT_BYTES, Document, DocumentRun, Kernels
 from danlu.planning.cache_memory import CacheSizes, EngineBounds, PoolSize
 from danlu.planning.decoder_seconds import DecoderSeconds
 from danlu.planning.layer_graph import LayerTraining
 from danlu.planning.layer_training import layers_training
-from danlu.planning.model_tensors import ELEMENT_BYTES
 from danlu.planning.primitives import PassSeconds
 from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
 from danlu.planning.rollout_memory import engine_model, pool_for

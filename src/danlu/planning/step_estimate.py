@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
 from danlu.core.types import MemoryParts
 from danlu.memory.layer_plan import LayerPlan
+from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
 from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
-from danlu.planning.batch_shape import BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
-from danlu.planning.chunk_memory import ChunkGradients, chunk_memory
+from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
 from danlu.planning.layer_graph import LayerGraph, LayerTraining
 from danlu.planning.layer_memory import LayerMemory
 from danlu.planning.layer_training import layers_training
-from danlu.planning.model_tensors import ELEMENT_BYTES
-from danlu.planning.step_walk import ChunkCost
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Context
+
+if TYPE_CHECKING:
+    from danlu.planning.chunk_memory import ChunkGradients
+    from danlu.planning.step_walk import ChunkCost
 
 _FLOAT32 = 4
 
@@ -147,6 +149,10 @@ class StepEstimate:
         A model of values, and activations that are offloaded or have a budget, count as `activations` has them, in all
         passes alike.
         """
+        # A run that estimates its own step loads neither.
+        from danlu.planning.chunk_memory import chunk_memory
+        from danlu.planning.step_walk import ChunkCost
+
         settings, budget = self._settings(self.config, self.plan), self.recipe.memory.recompute.budget
         if self.critic is None and not settings.offload and (budget is None or self.plan):
             batches = self._batches(max(self.micro, self._most_paths))
@@ -244,3 +250,10 @@ def _pair(tokens: int) -> Document:
     """A prompt and two answers, all of one length."""
     third = max(1, tokens // 3)
     return DocumentRun(third), DocumentRun(third, third), DocumentRun(third, third)
+
+
+def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
+    """The config of a model with the layers of one stage of a pipeline alone."""
+    if chunks.last == 0:
+        return config
+    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))

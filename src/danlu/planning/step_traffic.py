@@ -22,6 +22,7 @@ from danlu.models.tensor_cut import OF_EACH_LAYER, TensorPart, tensor_parts
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, expert_shard_dim
 from danlu.parallel.schedules import placement
+from danlu.planning.batch_shape import ELEMENT_BYTES
 from danlu.planning.gradient_borders import (
     HALVES,
     TrainedNames,
@@ -29,7 +30,7 @@ from danlu.planning.gradient_borders import (
     gives_inputs,
     halves_with_gradients,
 )
-from danlu.planning.model_tensors import ELEMENT_BYTES, ModelTensor, ModelTensors
+from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
 from danlu.planning.traffic import (

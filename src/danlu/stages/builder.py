@@ -30,7 +30,6 @@ from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Router
 from danlu.recipe.value import value_share
@@ -236,6 +235,8 @@ class DecoderBuilder:
         parallel = self.recipe.parallel
         wrong = [*problems(parallel, config)]
         if parallel.pipeline.stages > 1:
+            from danlu.planning.pipeline_split import pipedream_problems, split_problems
+
             wrong += [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
         if parallel.device_map is not None:
             from danlu.planning.device_map import device_map_problems

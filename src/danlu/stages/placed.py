@@ -23,7 +23,6 @@ from danlu.models.decoder import Decoder
 from danlu.models.layer_spec import Experts
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import data
-from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe
 from danlu.recipe.value import VALUE
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from danlu.adapters.dropout import DropoutState
     from danlu.memory.activation_offload import ActivationOffload
     from danlu.models.load_balancing import Balancer
+    from danlu.parallel.context_groups import ContextGroups
     from danlu.stages.critic import Critic
     from danlu.stages.moving import MovingWeights
 
@@ -175,7 +175,7 @@ class PlacedDecoder:
             draws=self._draws(),
             drops_out=self.recipe.drops_out,
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
-            context=None if parallel.alone else ContextGroups.of(parallel.ranks, self.recipe.parallel.context.method),
+            context=self._context(parallel),
         )
         if self.recipe.parallel.workers == "threads":
             from danlu.parallel.threads import Replicas
@@ -185,6 +185,14 @@ class PlacedDecoder:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
         return learner
+
+    def _context(self, parallel: ParallelContext) -> ContextGroups | None:
+        """The context groups of this process; None of one that is alone."""
+        if parallel.alone:
+            return None
+        from danlu.parallel.context_groups import ContextGroups
+
+        return ContextGroups.of(parallel.ranks, self.recipe.parallel.context.method)
 
     def _draws(self) -> DropoutState | None:
         """Gives routers that draw experts their random numbers, and returns the state of these, which is that of

@@ -16,7 +16,7 @@ from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_layout import SCORE
 from danlu.models.presets import from_scratch
-from danlu.planning.model_tensors import ELEMENT_BYTES
+from danlu.planning.batch_shape import ELEMENT_BYTES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, ModelReward
 from danlu.recipe.value import value_section

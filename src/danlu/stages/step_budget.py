@@ -26,8 +26,7 @@ from danlu.optim.build import Optimizers
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.layer_training import layers_training, training_of_chunks
 from danlu.planning.product_peak import Peak, peak_of
-from danlu.planning.rank_memory import stage_config
-from danlu.planning.step_estimate import CriticPass
+from danlu.planning.step_estimate import CriticPass, stage_config
 from danlu.stages.learner import objective_tensors
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import LeastSeconds
