@@ -104,6 +104,19 @@ def test_more_micro_batches_have_a_smaller_share_of_bubble(tiny_world: World, tm
     assert shares[1] < shares[0] / 3
 
 
+def test_stages_of_pipedream_keep_versions_of_weights(tiny_world: World, tmp_path: Path) -> None:
+    def stashes(schedule: str) -> list[int]:
+        parallel = {"pipeline": {"stages": 4, "schedule": schedule}}
+        workload = workload_of(tiny_world, tmp_path, parallel=parallel)
+        plan = plan_of(workload, "4xH100-80G")
+        states = [rank_states(workload, plan.layout, stage=stage, device_type="cuda") for stage in range(4)]
+        found = [stage.memory.parts.stash for stage in plan.stages]
+        assert found == [each.parts.stash for each in states]
+        return found
+
+    assert stashes("pipedream")[0] > stashes("pipedream")[2] > 0 and stashes("1f1b") == [0] * 4
+
+
 def test_a_cpu_that_was_not_measured_has_memory_and_no_seconds(tiny_world: World, tmp_path: Path) -> None:
     card = Card("CPU", 2**34, None, {})
     workload = workload_of(tiny_world, tmp_path)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from danlu.models.chunks import Chunks
+from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
 from danlu.planning.answer_trees import largest_micro_batch
@@ -90,7 +91,7 @@ class _Planner:
             largest = largest_micro_batch(workload, micro, layout.data)
         costs = self._costs(states, seconds, collectives, largest)
         ends = [
-            RankCost(update=self._update(own).forward + of_stage.at_end)
+            _rank_cost(own, self._update(own).forward + of_stage.at_end)
             for own, of_stage in zip(states, collectives, strict=True)
         ]
         walks = walk(self._lists(micro_batches), costs, ends)
@@ -222,6 +223,12 @@ class _Planner:
             length = self.workload.recipe.data.max_length
             said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
         return said
+
+
+def _rank_cost(states: RankStates, update: float) -> RankCost:
+    """The update's seconds, and the versions of weights that micro-batches in flight use (PipeDream)."""
+    trained = FLOAT32_BYTES * sum(map(math.prod, states.trained.values()))
+    return RankCost(update=update, trained=trained, weight_delay=states.parts.stash // max(1, trained))
 
 
 def _chunk_of(name: str, chunks: Chunks) -> int:
