@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,8 @@ def test_memory_of_the_walk_is_that_of_the_closed_form(tiny_world: World, tmp_pa
     plan = plan_of(workload)
     states = rank_states(workload, plan.layout, device_type="cuda")
     step = stage_step(workload, 0, states.parts, "cuda", "flash", plan.micro)
-    memory, activations = plan.worst.memory, step.activations
-    fixed = step.parts.total - step.parts.activations - step.parts.logits
-    # The loss of a second micro-batch makes the head's gradient while the first one's is there.
-    (head,) = (each for each in states.tensors if each.name == "lm_head.weight")
-    of_head = math.prod(head.gathered or head.cut) * (4 if head.gathered is None else 2)
-    assert memory.allocated == fixed + activations.kept + max(step.logits + of_head, activations.recomputed)
+    memory = plan.worst.memory
+    assert memory.allocated == step.parts.total
     assert memory.by_role == states.by_role and memory.host.step == states.offloaded
     alone = workload_of(tiny_world, tmp_path, batch={"sequences": 16, "micro": 2})
     assert plan_of(alone).micro_batches == 1

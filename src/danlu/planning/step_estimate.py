@@ -67,7 +67,7 @@ class StepEstimate:
 
     def with_activations(self) -> Self:
         """The estimate with activations and logits, where `parts` has what does not depend on the data."""
-        logits = self.logits
+        logits = self.logits + self._head_gradient
         activations = self.activations.peak(logits) - logits
         return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
 
@@ -86,8 +86,8 @@ class StepEstimate:
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits + self._head_copy,
             activations=self._activations(1, plan),
-            loss_workspace=self._loss_workspace(1),
-            max_loss_workspace=slice_bytes(self.device_type),
+            loss_workspace=self._loss_workspace(1) + self._head_gradient,
+            max_loss_workspace=slice_bytes(self.device_type) + self._head_gradient,
             smallest=self._most_paths,
         )
 
@@ -223,6 +223,17 @@ class StepEstimate:
             device_type=self.device_type,
             frozen=recipe.adapter is not None,
         )
+
+    @property
+    def _head_gradient(self) -> int:
+        """Bytes of the gradient of a trained head that the loss of a micro-batch makes, while that of the ones before
+        is there; 0 where one micro-batch is a step. Of a sharded head it has the type of activations."""
+        recipe, config = self.recipe, self.config
+        is_only = recipe.batch.packs(recipe.data.max_length) <= self.micro
+        if is_only or recipe.adapter is not None or not self.has_head or config.task != "causal-lm":
+            return 0
+        element_bytes = _FLOAT32 if recipe.parallel.shard == "none" else ELEMENT_BYTES[recipe.precision]
+        return config.vocab_rows // recipe.parallel.tensor * config.hidden_size * element_bytes
 
     @property
     def _head_copy(self) -> int:
