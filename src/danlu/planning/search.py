@@ -22,6 +22,7 @@ from danlu.planning.pipeline_bounds import lower_bound
 from danlu.planning.pipeline_simulation import in_flight_formula
 from danlu.planning.pipeline_split import split_problems
 from danlu.planning.rank_memory import chunks_step, rank_states
+from danlu.planning.stage_collectives import StageCollectives, stage_collectives
 from danlu.planning.step import plan_step, timed
 from danlu.planning.step_plan import StepPlan
 from danlu.planning.step_walk import ChunkCost
@@ -237,12 +238,13 @@ class Bounds:
         self.workload, self.target, self.times = workload, target, times
         self.packs = workload.recipe.batch.packs(workload.recipe.data.max_length)
         self._layers: dict[Choice, ModelSeconds] = {}
+        self._waits: dict[Choice, float] = {}
 
     def quick(self, choice: Choice) -> float:
         """The operations of all layers, shared evenly among the stages."""
         micro, micro_batches = self._micro_batches(choice)
-        seconds = self._of_layers(choice, micro).total
-        return micro_batches * (seconds.total + seconds.accumulation) / choice.stages
+        seconds, waiting = self._of_layers(choice, micro).total, self._waiting(choice, micro)
+        return micro_batches * (seconds.total + seconds.accumulation + waiting) / choice.stages
 
     def close(self, choice: Choice) -> float:
         """The longest of some paths through the schedule of a pipeline."""
@@ -252,9 +254,34 @@ class Bounds:
         seconds = self._of_layers(choice, micro)
         own = replace(self.workload, recipe=choice.recipe(self.workload.recipe))
         chunks = own.chunks(0)
-        costs = [timed(ChunkCost(), seconds.of(span)) for span in chunks.layers]
+        of_layer = self._waiting(choice, micro) / len(self.workload.config.layers)
+        costs = [
+            timed(ChunkCost(), seconds.of(span), StageCollectives(of_pass=len(span) * of_layer))
+            for span in chunks.layers
+        ]
         per_stage = len(chunks.layers) // choice.stages
         return lower_bound(choice.schedule, choice.stages, per_stage, micro_batches, costs)
+
+    def _waiting(self, choice: Choice, micro: int) -> float:
+        """Seconds that the layers of a micro-batch wait for tensor ranks and for ranks with other experts.
+
+        The borders of embedding and head, one more than a layer's, are left out: a stage may have neither.
+        """
+        if choice.context > 1 or (choice.tensor == 1 and choice.expert == 1):
+            return 0.0
+        alone = self._alone(choice, micro)
+        if alone not in self._waits:
+            own = replace(self.workload, recipe=alone.recipe(self.workload.recipe))
+            layout = layout_of(own.recipe.parallel, self.target.cluster.ranks)
+            seconds = [self._of_layers(choice, micro).total]
+            collectives = stage_collectives(own, layout, 0, micro, 1, seconds, self.target.known_links)
+            layers = len(self.workload.config.layers)
+            self._waits[alone] = collectives.of_pass * layers / (layers + 1)
+        return self._waits[alone]
+
+    def _alone(self, choice: Choice, micro: int) -> Choice:
+        """The same cut of layers without stages and shards."""
+        return choice._replace(stages=1, schedule="1f1b", chunks=None, shard="none", replicate=1, micro=micro)
 
     def _micro_batches(self, choice: Choice) -> tuple[int, int]:
         """(packed sequences of a micro-batch, micro-batches of a step)."""
@@ -265,7 +292,7 @@ class Bounds:
 
     def _of_layers(self, choice: Choice, micro: int) -> ModelSeconds:
         """Seconds of a micro-batch through each layer on the ranks that share its tokens."""
-        alone = choice._replace(stages=1, schedule="1f1b", chunks=None, shard="none", replicate=1, micro=micro)
+        alone = self._alone(choice, micro)
         if alone not in self._layers:
             own = replace(self.workload, recipe=alone.recipe(self.workload.recipe))
             self._layers[alone] = model_seconds(own, micro, self.target, self.times)
