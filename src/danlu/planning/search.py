@@ -23,7 +23,7 @@ from danlu.planning.pipeline_simulation import in_flight_formula
 from danlu.planning.pipeline_split import split_problems
 from danlu.planning.rank_memory import chunks_step, rank_states
 from danlu.planning.stage_collectives import StageCollectives, stage_collectives
-from danlu.planning.step import plan_step, timed
+from danlu.planning.step import plan_within, timed
 from danlu.planning.step_plan import StepPlan
 from danlu.planning.step_walk import ChunkCost
 from danlu.planning.target import Target
@@ -220,10 +220,10 @@ def evaluate(workload: Workload, choice: Choice, target: Target, times: LayerTim
         return None
     if _is_refused(own, layout):
         return None
-    plan = plan_step(own, layout, target, times)
-    allocated = plan.worst.memory.allocated
-    if allocated > target.cluster.card.memory_bytes or plan.seconds is None:
+    plan = plan_within(own, layout, target, times, target.cluster.card.memory_bytes)
+    if plan is None or plan.seconds is None:
         return None
+    allocated = plan.worst.memory.allocated
     return Candidate(plan.seconds.total, allocated, choice, plan)
 
 

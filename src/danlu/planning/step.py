@@ -15,9 +15,11 @@ from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
+from danlu.parallel.timeline import TimelineEvent
 from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
+from danlu.planning.pipeline_bounds import representative
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.primitives import PassSeconds
 from danlu.planning.rank_memory import RankStates, rank_states, stage_step
@@ -25,7 +27,7 @@ from danlu.planning.rl_phases import planned_rollout
 from danlu.planning.rollout_memory import memory_while_answering
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
 from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
-from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, walk
+from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, step_events, walk
 from danlu.planning.step_work import clip_work, update_work
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
@@ -44,7 +46,16 @@ def plan_step(
     times: known seconds of layers, which a search shares. micro: packed sequences of a micro-batch in place of the
     recipe's. Raises RecipeError where links are needed and not known.
     """
-    return _Planner(workload, layout, target, times, micro).plan()
+    plan = _Planner(workload, layout, target, times, micro).plan()
+    assert plan is not None, "it has no bound"
+    return plan
+
+
+def plan_within(
+    workload: Workload, layout: Layout, target: Target, times: LayerTimes, most_bytes: int
+) -> StepPlan | None:
+    """The plan of a step; None where a stage takes more than so many bytes, which is found before its seconds are."""
+    return _Planner(workload, layout, target, times, None, most_bytes).plan()
 
 
 def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
@@ -74,8 +85,9 @@ class _Planner:
     target: Target
     times: LayerTimes | None
     micro: int | None
+    most_bytes: int | None = None
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepPlan | None:
         workload, layout, recipe = self.workload, self.layout, self.workload.recipe
         if self.times is None and self.target.speeds is not None:
             self.times = LayerTimes(self.target.speeds)
@@ -94,16 +106,23 @@ class _Planner:
             _rank_cost(own, self._update(own).forward + of_stage.at_end)
             for own, of_stage in zip(states, collectives, strict=True)
         ]
-        walks = walk(self._lists(micro_batches), costs, ends)
+        fewest = self._representative(micro_batches)
+        walks = walk(self._lists(fewest), costs, ends)
+        memory = [self._largest(state, own) for state, own in zip(states, walks, strict=True)]
+        if self.most_bytes is not None and max(each.allocated for each in memory) > self.most_bytes:
+            return None
+        events = [list(own.events) for own in walks]
+        if fewest < micro_batches:
+            events = step_events(self._lists(micro_batches), costs, ends)
         tokens = per_step * layout.data * recipe.data.max_length
-        of_step = self._seconds(seconds, collectives, walks, states, micro_batches)
+        of_step = self._seconds(seconds, collectives, events, states, micro_batches)
         return StepPlan(
             layout,
             micro,
             micro_batches,
             tuple(
-                StagePlan(self._largest(state, own), own.events, of_stage.traffic)
-                for state, own, of_stage in zip(states, walks, collectives, strict=True)
+                StagePlan(of_rank, tuple(own), of_stage.traffic)
+                for of_rank, own, of_stage in zip(memory, events, collectives, strict=True)
             ),
             of_step,
             tokens=tokens,
@@ -159,6 +178,13 @@ class _Planner:
                 costs[chunk] = cost if seconds is None else timed(cost, seconds[chunk], collectives[stage])
         return [costs[chunk] for chunk in sorted(costs)]
 
+    def _representative(self, micro_batches: int) -> int:
+        """The fewest micro-batches of a step with the same peak of memory on every stage."""
+        section = self.workload.recipe.parallel.pipeline
+        if section.stages == 1:  # the second one finds the gradients of the first
+            return min(micro_batches, 2)
+        return representative(section.schedule, section.stages, micro_batches)
+
     def _lists(self, micro_batches: int) -> Sequence[Sequence[Action]]:
         section = self.workload.recipe.parallel.pipeline
         if section.stages == 1:
@@ -180,7 +206,7 @@ class _Planner:
         self,
         seconds: Sequence[PassSeconds] | None,
         collectives: Sequence[StageCollectives],
-        walks: Sequence[StageWalk],
+        events: Sequence[Sequence[TimelineEvent]],
         states: Sequence[RankStates],
         micro_batches: int,
     ) -> StepSeconds | None:
@@ -199,7 +225,7 @@ class _Planner:
             by_stage.append(dict(kinds))
         busy = [sum(kinds.values()) + waited.exposed for kinds, waited in zip(by_stage, collectives, strict=True)]
         busiest = max(range(len(busy)), key=busy.__getitem__)
-        total = max(event.end_s for own in walks for event in own.events)
+        total = max(event.end_s for own in events for event in own)
         return StepSeconds(
             compute=by_stage[busiest],
             communication=collectives[busiest].by_axis,

@@ -145,12 +145,7 @@ def walk(lists: Sequence[Sequence[Action]], costs: Costs, ranks: Sequence[RankCo
     """
     by_micro = _by_micro(costs, lists)
     ranks = ranks or (RankCost(),) * len(lists)
-    seconds = [
-        [_seconds(by_micro, own, action) for action in actions] for actions, own in zip(lists, ranks, strict=True)
-    ]
-    events: list[list[TimelineEvent]] = [[] for _ in lists]
-    for event in simulate_seconds(lists, seconds):
-        events[event.rank].append(event)
+    events = step_events(lists, costs, ranks)
     walks = []
     for actions, own, of_rank in zip(lists, ranks, events, strict=True):
         moments = rank_bytes(actions, by_micro, own)
@@ -158,6 +153,20 @@ def walk(lists: Sequence[Sequence[Action]], costs: Costs, ranks: Sequence[RankCo
         index = max(range(len(totals)), key=totals.__getitem__)
         walks.append(StageWalk(tuple(of_rank), totals, index, moments[index]))
     return tuple(walks)
+
+
+def step_events(
+    lists: Sequence[Sequence[Action]], costs: Costs, ranks: Sequence[RankCost]
+) -> list[list[TimelineEvent]]:
+    """The events of each rank, as `walk` has them, without bytes."""
+    by_micro = _by_micro(costs, lists)
+    seconds = [
+        [_seconds(by_micro, own, action) for action in actions] for actions, own in zip(lists, ranks, strict=True)
+    ]
+    events: list[list[TimelineEvent]] = [[] for _ in lists]
+    for event in simulate_seconds(lists, seconds):
+        events[event.rank].append(event)
+    return events
 
 
 def _by_micro(costs: Costs, lists: Sequence[Sequence[Action]]) -> Sequence[Sequence[ChunkCost]]:
