@@ -98,5 +98,5 @@ def test_every_matrix_has_a_role(tiny_model: Callable[..., Decoder]) -> None:
             yield from declared(child, f"{prefix}{name}.")
 
     model = tiny_model("qwen3")
-    vocabulary = {f"{name}.weight" for name in OF_VOCABULARY}
+    vocabulary = {f"{name}.weight" for name in OF_VOCABULARY if name != "embed_tokens_per_layer"}  # of Gemma 4 alone
     assert vocabulary | set(declared(model)) == {name for name, one in model.named_parameters() if one.dim() == 2}

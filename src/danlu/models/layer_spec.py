@@ -211,11 +211,13 @@ class LayerSpec:
             shapes |= norm_shapes(f"{name}_norm", width, self.norm_kind) if name in self.normed_before else {}
             shapes |= {f"{name}.{part}": shape for part, shape in half.parameter_shapes(width).items()}
             shapes |= norm_shapes(f"post_{name}_norm", width, self.norm_kind) if self.normed_behind else {}
+        if self.scalar:
+            shapes |= {"layer_scalar.weight": (1,)}
         if self.per_layer_width:
             shapes |= linear_shapes("per_layer.gate_proj", self.per_layer_width, width, False)
             shapes |= linear_shapes("per_layer.down_proj", width, self.per_layer_width, False)
             shapes |= norm_shapes("post_per_layer_norm", width, self.norm_kind)
-        return shapes | ({"layer_scalar.weight": (1,)} if self.scalar else {})
+        return shapes
 
     @property
     def carries_values(self) -> bool:
