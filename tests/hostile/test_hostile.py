@@ -122,7 +122,8 @@ def test_bad_input(
     for part in map(place.said, case.says):  # the case would fail, were its message another
         assert faults(case, place, code, out.replace(part, "?"), err.replace(part, "?")), part
     made = {entry.name: entry for entry in (tmp_path / "run").glob("*")}
-    assert made.keys() <= {".lock", "recipe.yaml", "environment.json", "logs", "metrics.jsonl", "rollouts.jsonl"}
+    files = {".lock", "recipe.yaml", "environment.json", "plan.json", "logs", "metrics.jsonl", "rollouts.jsonl"}
+    assert made.keys() <= files
     assert "metrics.jsonl" not in made or '"loss"' not in made["metrics.jsonl"].read_text(), "something was trained"
 
 
