@@ -152,20 +152,22 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
     # Parameters outside of layers are those of the first chunk or, on the stage of the head alone, of the last one.
     outermost = lowest if lowest == 0 else parallel.chunks[-1]
 
-    def prepare(units: Iterable[Any], is_last: bool) -> None:
+    def prepare(units: Iterable[Any], is_last: bool, *, frees: bool) -> None:
+        """is_last: whether the gradients are complete after this backward pass. frees: whether it ends the step."""
         for unit in units:
             unit.set_requires_gradient_sync(is_last or section.reduces_each_micro_batch, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)  # over copies of the sharded model
             if section.shard != "zero3":
-                unit.set_reshard_after_backward(is_last, recurse=False)  # gathered once a step
+                unit.set_reshard_after_backward(frees, recurse=False)  # gathered once a step
 
     units = {chunk: _units_of_chunk(model, chunk) for chunk in parallel.chunks} if others else {}
     outside = [unit for unit in _units(model) if unit not in itertools.chain.from_iterable(units.values())]
 
     def prepare_backward(is_last: bool, chunk: int) -> None:
         root.set_is_last_backward(is_last and chunk == lowest)
-        prepare(outside, is_last and chunk == outermost)
-        prepare(units.get(chunk, ()), is_last)
+        # Each backward pass gathers them again: the last one of the step frees them, or the next step has old values.
+        prepare(outside, is_last and chunk == outermost, frees=is_last and chunk == lowest)
+        prepare(units.get(chunk, ()), is_last, frees=is_last)
         # FSDP2 ends each backward pass with all units; those of chunks that are still to come have to stay gathered.
         for lower in (other for other in units if other < chunk and section.shard != "zero3"):
             for unit in units[lower]:
