@@ -358,6 +358,17 @@ def test_the_expected_peak_of_a_rank(tiny_world: World, tmp_path: Path, wide_bas
         assert of_one.activations > 1.1 * parts.activations
 
 
+def test_context_ranks_keep_the_probabilities_of_documents_that_stay_whole(
+    tiny_world: World, tmp_path: Path, wide_base: Path
+) -> None:
+    changes = {"parallel": {"context": 2}}
+    peak, estimate = measured_step(tiny_world, tmp_path, wide_base, changes, micro=2, length=LENGTH, row=64, ranks=2)
+    parts = estimate.parts
+    assert 0.95 <= (parts.activations + parts.logits + parts.gradients) / peak <= 1.05
+    all_cut = replace(estimate, lengths=np.full(9, LENGTH)).with_activations().parts  # control
+    assert all_cut.activations < 0.95 * parts.activations
+
+
 @pytest.mark.parametrize("name", ["none", pytest.param("full", marks=pytest.mark.slow), "lora, full"])
 def test_short_rows_in_long_packs_are_expected_with_their_probabilities(
     tiny_world: World, tmp_path: Path, name: str

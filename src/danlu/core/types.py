@@ -212,6 +212,11 @@ class TargetSources:
     weights: tuple[float, ...]  # [K] the weight that the micro-batch's targets of each source have in sum
 
 
+WHOLE_SHARE = 1 / 8
+"""Context ranks leave a document whole if it costs no more than this part of a rank's mean cost, so no rank exceeds the
+mean by more because of it."""
+
+
 @dataclass(frozen=True)
 class SharedBranches:
     """Branches with tokens on several context ranks, and the sums by which each rank has values of whole branches.

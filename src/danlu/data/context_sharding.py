@@ -27,12 +27,8 @@ import torch
 from torch import Tensor
 
 from danlu.core.device_moves import copy_to
-from danlu.core.types import Batch, Branch, Run, Share, SharedBranches, TargetSources
+from danlu.core.types import WHOLE_SHARE, Batch, Branch, Run, Share, SharedBranches, TargetSources
 
-WHOLE_SHARE = 1 / 8
-"""A document stays whole if it costs no more than this part of a rank's mean cost, so no rank exceeds the mean by more
-because of it.
-"""
 TOKEN_COST = 8192
 """The cost of a token without attention, in scores (a query and a key).
 

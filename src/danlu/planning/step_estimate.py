@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from danlu.core.types import MemoryParts
+from danlu.core.types import WHOLE_SHARE, MemoryParts
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
@@ -138,9 +138,10 @@ class StepEstimate:
         )
 
     def _batches(self, sequences: int) -> list[BatchShape]:
-        element_bytes, cut = ELEMENT_BYTES[self.recipe.precision], context_cut(self.recipe.parallel.context)
+        element_bytes = ELEMENT_BYTES[self.recipe.precision]
         return [
-            BatchShape(documents, element_bytes, self.kernels, context=cut) for documents in self._documents(sequences)
+            BatchShape(documents, element_bytes, self.kernels, context=cut)
+            for documents, cut in self._documents(sequences)
         ]
 
     def chunk_cost(self, gradients: ChunkGradients) -> ChunkCost:
@@ -178,22 +179,25 @@ class StepEstimate:
         for spec, own in zip(self.config.layers, settings.layers, strict=True):
             yield LayerGraph(spec, self.config.hidden_size, batch, own.training, own.recompute, settings.share)
 
-    def _documents(self, sequences: int) -> list[tuple[Document, ...]]:
-        """The documents of the micro-batches that may take the most: the longest rows, and the longest rows that keep
-        probabilities, where longer ones leave them to a kernel.
+    def _documents(self, sequences: int) -> list[tuple[tuple[Document, ...], ContextCut | None]]:
+        """The documents of the micro-batches that may take the most, with their cut over context ranks.
+
+        They are the longest rows, and the longest rows that keep probabilities, where longer ones leave them to a
+        kernel. Context ranks cut the former, and deal out the latter whole.
         """
-        length, context = self.recipe.data.max_length, self.recipe.parallel.context.size
-        if context > 1:
-            return [tuple(_document(-(-tokens // context)) for tokens in self._longest(sequences, length))]
-        mixes = [tuple(map(_document, self._longest(sequences, length)))]
+        length, section = self.recipe.data.max_length, self.recipe.parallel.context
+        longest = [-(-tokens // section.size) for tokens in self._longest(sequences, length)]
+        mixes = [(tuple(map(_document, longest)), context_cut(section))]
         if self.device_type == "cpu":
             is_pair = self._most_paths == 2
             # A row with two answers that are as long as the prompt is a stem and two branches of a third each, and a
             # branch keeps probabilities of its whole path.
             short = SHORT_DOCUMENT * 3 // 2 if is_pair else SHORT_DOCUMENT
-            rows = self._longest(sequences, short, short)
-            mixes.append(tuple(map(_pair if is_pair else _document, rows)))
-        return [mix for mix in mixes if mix]
+            if section.size > 1:
+                short = min(short, int(WHOLE_SHARE * sequences * length / section.size))
+            rows = self._longest(sequences, short, short)[:: section.size]
+            mixes.append((tuple(map(_pair if is_pair else _document, rows)), None))
+        return [mix for mix in mixes if mix[0]]
 
     def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
         """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
