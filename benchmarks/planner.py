@@ -1,12 +1,14 @@
 """Published measurements of memory and speed: which rows count, why others do not, and the errors of rules of thumb.
 
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --list
+    python benchmarks/planner.py [--rows CSV] [--configs DIR] --memory [--each]
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --speed
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --check
 
 `--list` prints by source the rows that count and the reasons of the others, and how far the rules of thumb that people
 use are off: 16 bytes a parameter and 34sbh for memory, and a constant MFU, which is that of other cards, or other
-sources, than the row's own. `--speed` prints the errors of danlu's expected speeds; no
+sources, than the row's own. `--memory` prints the errors of danlu's expected memory, for which nothing is fitted; with
+`--each` every row, and by part what it is expected to take. `--speed` prints the errors of danlu's expected speeds; no
 row is judged by constants that were fitted on it: rows of one engine by those of its other cards, or of its other
 sizes, and rows of other engines by the first one's constants and one factor of their other rows. It takes a minute.
 `--check` counts the parameters of every model and compares them with the published ones.
@@ -23,12 +25,13 @@ import os
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from planner.architectures import Architecture, read_architectures
 from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
-from planner.engines import read_engines
+from planner.engines import Engine, read_engines
+from planner.memory import expected_memory
 from planner.own_figures import errors, figures
 from planner.published_cards import card
 from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
@@ -43,8 +46,10 @@ def main() -> int:
     parser.add_argument("--configs", type=Path, default=DATA / "configs", help="folders with a config.json each")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="rows by source, and the errors of rules of thumb")
+    what.add_argument("--memory", action="store_true", help="the errors of danlu's expected memory")
     what.add_argument("--speed", action="store_true", help="the errors of danlu's expected speeds")
     what.add_argument("--check", action="store_true", help="parameters of every model beside the published ones")
+    parser.add_argument("--each", action="store_true", help="with --memory: every row, by part")
     options = parser.parse_args()
     for path in (options.rows, options.configs):
         if not path.exists():
@@ -52,13 +57,17 @@ def main() -> int:
     architectures = read_architectures(options.configs)
     if options.check:
         return check_parameters(options.rows, architectures)
+    engines = read_engines()
     try:
-        rows = read_rows(options.rows, architectures, read_engines())
+        rows = read_rows(options.rows, architectures, engines)
     except ValueError as error:
         parser.error(str(error))
     runs = [row.run for row in rows if row.run is not None]
     if options.speed:
         print_speed(runs)
+        return 0
+    if options.memory:
+        print_memory(runs, {engine.name: engine for engine in engines.values()}, each=options.each)
         return 0
     list_rows(rows)
     print("\n## 16 bytes a parameter and 34sbh")
@@ -99,6 +108,27 @@ def print_errors(runs: list[PublishedRun], predict: Callable[[PublishedRun], Pre
     if any(predicted is not None for _, predicted, _ in speeds):
         print("\n### Speed\n")
         _table(speeds)
+
+
+def print_memory(runs: list[PublishedRun], engines: Mapping[str, Engine], *, each: bool) -> None:
+    """Prints the errors of danlu's memory and of the rule of thumb; each: every row first, by part in GiB."""
+    expected = {run.id: expected_memory(run, engines[run.engine]) for run in runs if run.memory_left_out is None}
+    if each:
+        print("| row | engine | model | method | length | GiB | expected | error | moment | GiB by part |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+    for run in runs if each else ():
+        if run.memory is not None and run.id in expected:
+            own = expected[run.id]
+            parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in own.parts.items() if count)
+            print(
+                f"| {run.id} | {run.engine} | {run.architecture.name} | {run.method.kind} | {run.length} "
+                f"| {run.memory.bytes / 2**30:.2f} | {own.bytes / 2**30:.2f} | {own.bytes / run.memory.bytes - 1:+.1%} "
+                f"| {own.moment} | {parts} |"
+            )
+    print("\n## danlu")
+    print_errors(runs, lambda run: Prediction(expected_memory(run, engines[run.engine]).bytes, None))
+    print("\n## 16 bytes a parameter and 34sbh")
+    print_errors(runs, rule_of_thumb)
 
 
 def print_constant_mfu(runs: list[PublishedRun]) -> None:

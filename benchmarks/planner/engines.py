@@ -18,7 +18,8 @@ KEYS = frozenset(
      "sequence_parallel", "pipeline_micro_batches", "attention", "float8", "mfu_peak", "mfu_flops", "network",
      "norm_type", "micro_batch", "lengths", "deepspeed", "zero", "zero_buckets", "adapter_targets",
      "fused_adapters", "trained_copies", "quantized_base", "validation", "b200", "memory_sum",
-     "optimizer_in_backward", "accumulation", "unpacked"}
+     "optimizer_in_backward", "accumulation", "unpacked", "logit_bytes", "kept_more", "update_bytes", "buffer_bytes",
+     "whole_gradients", "outer_units", "reserved_streams", "fsdp_over_context", "quantized_embedding"}
 )
 # fmt: on
 """What a habit can be of."""
@@ -31,7 +32,10 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine by its habits. A property is what a row's own cells do not say."""
+    """One engine by its habits. A property is what a row's own cells do not say.
+
+    The value of a habit may be a mapping from facts of a run (`memory.facts`) to values.
+    """
 
     name: str
     habits: Mapping[str, Habit]
@@ -53,9 +57,14 @@ class Engine:
         return cast(Any, self.value("memory_unit", "unstated"))
 
     @property
-    def precision(self) -> dict[str, str | None]:
-        """Types of what is kept: weights, gradients, states."""
+    def precision(self) -> dict[str, Any]:
+        """Types of what is kept: weights, gradients, states; None of one that is not known, and a mapping where it
+        depends on whether DeepSpeed trains."""
         return {key: self.value(key) for key in ("weights", "gradients", "reduced_gradients_pure", "states")}
+
+    def has_deepspeed(self, method: str, gpus: int) -> bool:
+        """Whether a run goes through DeepSpeed; method: full, lora or qlora."""
+        return "deepspeed" in self.habits and (method != "lora" or gpus > 1)
 
     @property
     def optimizer(self) -> str | None:

@@ -369,11 +369,15 @@ def _precision(cells: Mapping[str, str], engine: Engine, method: Method) -> Prec
     states = re.search(r"\((bf16|fp32) states\)", cells["optimizer"])
     activations = "fp16" if method.base == "int4-gptq" and "qlora fp16" in text else "bf16"
     habit = engine.precision
+    kept_states = habit["states"]
+    if isinstance(kept_states, Mapping):
+        has_deepspeed = engine.has_deepspeed(method.kind, int(cells["num_gpus"] or 1))
+        kept_states = kept_states["deepspeed" if has_deepspeed else "otherwise"]
     gradients = habit.get("reduced_gradients_pure" if "pure" in text else "gradients", habit.get("gradients"))
     return Precision(
         habit.get("frozen_weights", habit.get("weights")) if method.kind != "full" else habit.get("weights"),
         gradients,
-        states[1] if states else "int8" if "8bit" in cells["optimizer"].lower() else habit.get("states"),
+        states[1] if states else "int8" if "8bit" in cells["optimizer"].lower() else kept_states,
         activations,
         products,
     )

@@ -18,17 +18,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from danlu.models.layer_spec import Dense, LayerSpec
-from danlu.models.mixer_spec import Heads
-from danlu.models.rope_config import Rope
 from danlu.planning.batch_shape import BatchShape, RankShare
 from danlu.planning.cluster import Cluster
-from danlu.planning.layer_graph import LayerGraph, LayerTraining, LowRankAdapter
+from danlu.planning.layer_graph import LayerGraph
 from danlu.planning.layer_work import layer_work
 from danlu.planning.primitives import Moved, OperationWork, Primitive, Product
 from danlu.planning.speeds import EAGER_PASSES, CardSpeeds, Efficiency
 from danlu.planning.step_work import embedding_work, loss_work, norm_work
 from planner.baselines import trained_parameters
+from planner.layers import layer_of, training_of
 from planner.published_cards import card
 from planner.rows import PublishedRun
 
@@ -40,15 +38,6 @@ _FUSED_LOSS = frozenset({"llm-foundry"})
 """Engines with a kernel for the cross-entropy: llmfoundry/models/mpt/modeling_mpt.py@0085285a (fused_crossentropy)."""
 _CAST_BYTES = 5
 """Bytes of a number that is made an 8-bit one: it is read for its scale, read again, and written."""
-_ADAPTED = {
-    "q": "attention.q_proj",
-    "k": "attention.k_proj",
-    "v": "attention.v_proj",
-    "o": "attention.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, None: 4}
 """Bytes of a number; of a type that is not stated those of float32."""
 
@@ -154,34 +143,16 @@ def micro_batches_with_bubble(run: PublishedRun) -> float:
     return run.accumulation + (stages - 1) / chunks
 
 
-def layer_of(run: PublishedRun) -> LayerSpec:
-    """The layer of a run's architecture as danlu has it."""
-    shape = run.architecture
-    rope = Rope(1e4, shape.head_width, run.length) if shape.positions == "rotary" else None
-    mixer = Heads(shape.heads, shape.kv_heads, shape.head_width, rope, qkv_bias=shape.qkv_bias, o_bias=shape.bias)
-    feed = Dense(shape.inner, "silu" if shape.gated else "gelu", bias=shape.bias, gated=shape.gated)
-    return LayerSpec(
-        mixer,
-        feed,
-        norms="shared" if shape.norms == 1 else "pre",
-        norm_kind="rms" if shape.norm == "rms" else "layer-bias",
-        parallel=shape.parallel,
-    )
-
-
 def step_work(run: PublishedRun) -> StepWork:
     """The work of one GPU: that of the first stage of a pipeline without what is outside of layers, which is shared."""
     shape, layout = run.architecture, run.layout
     is_full = run.method.kind == "full"
-    rank, targets = run.method.rank, run.method.targets or ()
-    adapters = tuple((_ADAPTED[name], LowRankAdapter(rank)) for name in targets if rank and name in shape.products)
-    training = LayerTraining(is_full, adapters, quantized=run.method.base is not None)
     lengths = [run.length // layout.context] * run.micro_batch
     graph = LayerGraph(
         layer_of(run),
         shape.width,
         BatchShape.of_lengths(lengths, 2, "flash"),
-        training,
+        training_of(run),
         "full" if run.recompute == "full" else "none",
         RankShare(layout.tensor),
     )
