@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from danlu.core.token_buckets import padding_to_bucket
 from danlu.core.types import Batch, Pack, Sample
 from danlu.data.batch import (
     EMPTY_PACK,
     _in_one_buffer,
     _of_one_buffer,
-    _padding_to_bucket,
     _to_device,
     collate,
     pad_to_bucket,
@@ -134,7 +134,7 @@ def test_a_batch_on_the_gpu_equals_the_one_on_the_cpu(seed: int) -> None:
 
 
 def test_few_sizes_for_many_lengths() -> None:
-    sizes = [count + _padding_to_bucket(count) for count in range(5000)]
+    sizes = [count + padding_to_bucket(count) for count in range(5000)]
     assert all(0 <= size - count <= count / 32 for count, size in enumerate(sizes))
     assert len({size for size in sizes if 2048 < size <= 4096}) == 32
     assert sizes[:64] == list(range(64))  # where a step is cheap anyway, nothing is added

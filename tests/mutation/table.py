@@ -91,6 +91,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_layer_memory.py",
     ),
     Mutation(
+        "data/tree_runs.py",
+        "runs = np.where(begins[:, None], np.stack((paths, np.zeros_like(paths)), axis=1), runs)[~is_shared]",
+        "runs = np.where(begins[:, None], np.stack((own.tokens, np.zeros_like(paths)), axis=1), runs)[~is_shared]",
+        "data/test_tree_runs.py",
+    ),
+    Mutation(
+        "planning/row_batches.py",
+        "least=batches._least",
+        "least=2 * batches._least",
+        "planning/test_row_batches.py",
+    ),
+    Mutation(
         "planning/device_map.py",
         "            extras[names.index(place)] += matrix",
         "            pass",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from danlu.assembly.recipe_adapters import dataset_spec, own_tokenizer, recipe_tokens
 from danlu.core.errors import DanluError, RecipeError
-from danlu.data.prepare import cached_lengths
+from danlu.data.prepare import DatasetSpec, cached_lengths
 from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.recipe import Recipe
 from danlu.recipe.loading import load
@@ -45,7 +45,23 @@ def document_lengths(recipe: Recipe) -> Lengths:
             from danlu.data.new_tokens import extended_folder
 
             tokenizer = str(extended_folder(tokenizer, tokens))
-        lengths = cached_lengths(replace(dataset_spec(recipe, tokenizer), date=written_day(recipe)))
+        spec = replace(dataset_spec(recipe, tokenizer), date=written_day(recipe))
+        if recipe.row_type is not None:
+            return _row_lengths(recipe, spec)
+        lengths = cached_lengths(spec)
         if lengths is not None:
             return Lengths(tuple(lengths.tolist()), "token cache")
     return FULL_PACKS
+
+
+def _row_lengths(recipe: Recipe, spec: DatasetSpec) -> Lengths:
+    """The lengths of rows with compared or judged answers: their trees, as a step has them."""
+    from danlu.assembly.recipe_adapters import longest_shared_path
+    from danlu.data.prepare import cached_runs
+    from danlu.planning.row_batches import RowTrees
+
+    runs = cached_runs(spec, longest_shared_path(recipe.data, recipe.model, recipe.adapter))
+    if runs is None:
+        return FULL_PACKS
+    trees = RowTrees(*runs)
+    return Lengths(tuple(trees.tokens.tolist()), "token cache", trees)

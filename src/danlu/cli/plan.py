@@ -153,12 +153,16 @@ def _show_limits(
 
 def _lengths(recipe: recipes.Recipe, file: Path | None) -> tuple[Lengths | None, RolloutLengths | None]:
     """The lengths of documents, or of the answers that a recipe draws, as a file has them."""
-    from danlu.planning.lengths import read_lengths
+    from danlu.planning.lengths import read_lengths, read_row_lengths
     from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
 
     if file is None:
         return None, None
-    return (None, RolloutLengths.of_file(recipe, file)) if draws_answers(recipe) else (read_lengths(file), None)
+    if draws_answers(recipe):
+        return None, RolloutLengths.of_file(recipe, file)
+    if recipe.row_type is not None:
+        return read_row_lengths(file, shared=recipe.data.share_stem), None
+    return read_lengths(file), None
 
 
 def _print(values: Mapping[str, Any], name: str, more: Mapping[str, list[dict[str, Any]]]) -> None:

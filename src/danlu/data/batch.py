@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from danlu.core.token_buckets import padding_to_bucket
 from danlu.core.types import ROUTES, Batch, Branch, Pack, Sample, TargetSources
 
 # T packed tokens · N trained targets · M branches
@@ -233,7 +234,7 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     have the same length. The tokens added are a document and a pack of their own and not `real`, the targets added have
     weight 0; they are in no branch, and have no columns, facts and routes.
     """
-    more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
+    more_tokens, more_targets = (padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
     more_tokens = more_tokens or (0 if len(batch.tokens) else multiple)  # a context rank may have none
     size = len(batch.tokens) + more_tokens
@@ -252,12 +253,6 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
         routes=None if batch.routes is None else F.pad(batch.routes, (0, 0, 0, 0, 0, more_tokens), value=-1),
         document_lengths=None if lengths is None else F.pad(lengths, (0, more_tokens), value=1),
     )
-
-
-def _padding_to_bucket(count: int) -> int:
-    """How much is missing to a multiple of a thirty-second of `count`, that rounded down to a power of two."""
-    grain = 1 << max(0, (count // 32).bit_length() - 1)
-    return -count % grain
 
 
 def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -86,6 +86,11 @@ class PackedDataset:
         return sample if (start, stop) == (0, len(sample.tokens)) else cut(sample, start, stop)
 
 
+def rows_in_order(count: int, seed: int) -> np.ndarray:
+    """[count] int64: the numbers of samples that are packs by themselves, in the order of the first epoch."""
+    return Permutation.of(count, seed, "samples").take(Permutation.of(count, seed, "packs", 0).all())
+
+
 @dataclass(frozen=True)
 class _Epoch(Sequence[Pack]):
     dataset: PackedDataset

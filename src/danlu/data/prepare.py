@@ -14,7 +14,7 @@ import numpy as np
 from danlu.core.errors import DataError
 from danlu.core.machine import usable_cores
 from danlu.data import mixture, sources
-from danlu.data.packed_dataset import PackedDataset
+from danlu.data.packed_dataset import PackedDataset, rows_in_order
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format, detect_format, refuse_judged_answers
 from danlu.data.samples import Samples, Selection
@@ -30,6 +30,7 @@ from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:
     from danlu.data.prompts import Prompt, PromptSets, PromptSettings
+    from danlu.data.tree_runs import TreeRuns
 
 Stage = Literal["pretrain", "sft", "preference", "reward", "distill", "rl"]
 Progress = Callable[[int, int | None], None]
@@ -269,6 +270,27 @@ def cached_lengths(spec: DatasetSpec) -> np.ndarray | None:
 
     Nothing is tokenised, and hub data sets and streams are not asked for. Raises DataError for a missing file.
     """
+    chosen = _cached(spec)
+    return None if chosen is None else spec.samples(chosen).lengths
+
+
+def cached_runs(spec: DatasetSpec, longest_shared: int | None) -> TreeRuns | None:
+    """The runs of rows with compared or judged answers, in the order of the first epoch, as a step lays them out.
+
+    longest_shared: as `tree_runs` has it. None, and errors, as `cached_lengths`.
+    """
+    if (chosen := _cached(spec)) is None:
+        return None
+    from danlu.data.tree_runs import tree_runs
+
+    order = rows_in_order(len(chosen), spec.seed)
+    mismatched_to = spec.data.max_length if spec.needs_mismatched else None
+    runs = tree_runs(chosen, mismatched_to=mismatched_to, longest_shared=longest_shared)
+    return None if runs is None else runs.taken(order)
+
+
+def _cached(spec: DatasetSpec) -> Selection | None:
+    """The samples of an epoch; None where the cache lacks some of the rows."""
     if spec.data.streaming:
         return None
     cached = _CachedSources(spec, spec.job().tokenizer_fingerprint(), None)
@@ -277,8 +299,7 @@ def cached_lengths(spec: DatasetSpec) -> np.ndarray | None:
         if (store := cached.find(source)) is None:
             return None
         stores.append(store)
-    chosen, _, _ = _choose(stores, spec.data, spec.seed, ())
-    return spec.samples(chosen).lengths
+    return _choose(stores, spec.data, spec.seed, ())[0]
 
 
 def worker_count(data: Data) -> int:

@@ -35,6 +35,13 @@ class Samples(Protocol):
     def digest(self) -> str: ...  # equal for equal tokens, weights, reasons and trees in the same order
 
 
+class StoredSamples(Samples, Protocol):
+    """The samples of one source."""
+
+    @property
+    def trees(self) -> TreeTable | None: ...  # None: every sample is one branch
+
+
 @dataclass(frozen=True)
 class TreeTable:
     """The branches of some samples, and the facts of each branch, as flat arrays."""
@@ -156,18 +163,20 @@ class Selection:
     that is renamed is not tokenised again.
     """
 
-    stores: tuple[Samples, ...]
+    stores: tuple[StoredSamples, ...]
     sources: tuple[str, ...]  # [stores] the name of each
     store_numbers: np.ndarray  # [n] uint16
     sample_numbers: np.ndarray  # [n] int64
 
     @classmethod
-    def all_of(cls, stores: Sequence[Samples], sources: Sequence[str]) -> Selection:
+    def all_of(cls, stores: Sequence[StoredSamples], sources: Sequence[str]) -> Selection:
         """Every sample of every store, once, in order. `sources` names each store's source."""
         return cls.some_of(stores, sources, [np.arange(len(store)) for store in stores])
 
     @classmethod
-    def some_of(cls, stores: Sequence[Samples], sources: Sequence[str], chosen: Sequence[np.ndarray]) -> Selection:
+    def some_of(
+        cls, stores: Sequence[StoredSamples], sources: Sequence[str], chosen: Sequence[np.ndarray]
+    ) -> Selection:
         """Samples `chosen[i]` [..] of store i, store after store. `sources` names each store's source."""
         numbers = np.repeat(np.arange(len(stores), dtype=np.uint16), [len(samples) for samples in chosen])
         return cls(tuple(stores), tuple(sources), numbers, _flat(chosen, np.int64))
@@ -192,6 +201,20 @@ class Selection:
 
     def reasons(self, number: int) -> np.ndarray:
         return self.stores[self.store_numbers[number]].reasons(int(self.sample_numbers[number]))
+
+    def branches(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """([branches] BRANCH, [n + 1] int64 offsets into them) of all samples; None where they are no trees."""
+        trees = [store.trees for store in self.stores]
+        if not trees or any(tree is None for tree in trees):
+            return None
+        starts = np.concatenate([tree.offsets[:-1] for tree in trees if tree is not None])
+        counts = np.concatenate([np.diff(tree.offsets) for tree in trees if tree is not None])
+        branches = np.concatenate([tree.branches for tree in trees if tree is not None])
+        of_stores = _offsets(np.array([len(tree.branches) for tree in trees if tree is not None]))
+        chosen = _offsets(np.array([len(store) for store in self.stores]))[self.store_numbers] + self.sample_numbers
+        offsets = _offsets(counts[chosen])
+        first = starts[chosen] + of_stores[self.store_numbers]
+        return branches[np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts[chosen])], offsets
 
     def digest(self) -> str:
         stores = np.array([store.digest() for store in self.stores], dtype="S16")

@@ -63,6 +63,7 @@ class TokenStore:
     Attributes:
         statistics: the argument of `StoreWriter.finish`.
         max_token: the largest token id, -1 when there are none.
+        trees: branches and facts; None where samples are no trees.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,10 +84,10 @@ class TokenStore:
         self._rows = _map(folder / "rows.bin", "u1")
         self._row_offsets = _map(folder / "row_offsets.bin", "<i8")
         self.lengths: np.ndarray = np.diff(self._offsets).astype(np.int32)
-        self._trees = None
+        self.trees: TreeTable | None = None
         if fact_names is not None:
             facts = _map(folder / "facts.bin", "<f4").reshape(-1, len(fact_names))
-            self._trees = TreeTable(
+            self.trees = TreeTable(
                 _map(folder / "branch_offsets.bin", "<i8"),
                 _map(folder / "branches.bin", BRANCH),
                 {name: facts[:, number] for number, name in enumerate(fact_names)},
@@ -100,7 +101,7 @@ class TokenStore:
         row = bytes(self._rows[self._row_offsets[number] : self._row_offsets[number + 1]])
         tokens = np.array(self._tokens[part], dtype=np.int32)  # a copy: the sample outlives the map's pages
         sample = Sample(tokens, self._palette["weight"][self._codes[part]], row.decode())
-        return sample if self._trees is None else self._trees.given_to(sample, number)
+        return sample if self.trees is None else self.trees.given_to(sample, number)
 
     def reasons(self, number: int) -> np.ndarray:
         return self._palette["reason"][self._codes[self._offsets[number] : self._offsets[number + 1]]]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from danlu.parallel.parallel_context import ParallelContext
+if TYPE_CHECKING:
+    from danlu.parallel.parallel_context import ParallelContext
 
 T = TypeVar("T")
 

@@ -174,7 +174,8 @@ class OutsideLayers:
     @property
     def _targets(self) -> int:
         """Bytes of the states of targets."""
-        return self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
+        targets = self.batch.tokens if self.batch.targets is None else self.batch.targets
+        return targets * self.config.hidden_size * self.batch.element_bytes
 
     @property
     def norm_backward(self) -> int:

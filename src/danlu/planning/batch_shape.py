@@ -53,6 +53,8 @@ class BatchShape:
     """Whether the flash kernel takes fewer heads of keys than of queries; otherwise keys and values are repeated."""
     context: ContextCut | None = None
     """The cut of each document over context ranks; the runs of `documents` are then the tokens of this rank."""
+    targets: int | None = None
+    """Tokens with a loss; None: all of them."""
 
     @cached_property
     def tokens(self) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes
-from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, RankShare
+from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, DocumentRun, RankShare
 from danlu.planning.chunk_memory import ChunkGradients
 from danlu.planning.layer_graph import LayerGraph, Recompute
 from danlu.planning.layer_seconds import layer_seconds
@@ -105,7 +105,8 @@ def _head(workload: Workload, batch: BatchShape, share: RankShare, device_type: 
     yield norm_work(-(-batch.tokens // share.degree) if share.sequence else batch.tokens, width, element_bytes)
     if config.task == "causal-lm":
         rows, is_frozen = -(-config.vocab_size // share.degree), recipe.adapter is not None
-        yield loss_work(batch.tokens, width, rows, element_bytes, frozen=is_frozen, device=device_type)
+        targets = batch.tokens if batch.targets is None else batch.targets
+        yield loss_work(targets, width, rows, element_bytes, frozen=is_frozen, device=device_type)
 
 
 def chunk_bytes(
@@ -122,8 +123,7 @@ def chunk_bytes(
     trained = {each.name: each.shape for each in tensors if each.whole.trained}
     total = optimizer_bytes(recipe.optimizer, trained, paged=False).gradients + whole_gradients
     cost = step.chunk_cost(_chunk_gradients(workload, own, tensors, total, target.device_type))
-    tokens = micro * recipe.data.max_length // recipe.parallel.context.size
-    share = rank_share(workload)
+    share, tokens = rank_share(workload), step.tokens
     stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.precision]
     cost = replace(cost, gathered=gathered, message=-(-stream // share.degree) if share.sequence else stream)
     if recipe.parallel.shard != "none":  # whole gradients come and go layer by layer, and shards stay
@@ -148,11 +148,17 @@ def _chunk_gradients(
 
 def mean_batch(workload: Workload, micro: int, target: Target) -> BatchShape:
     """A micro-batch of the run's mean documents as a rank computes it; with full packs where lengths are not known."""
-    recipe = workload.recipe
-    documents = mean_documents(workload.lengths, micro, recipe.data.max_length)
+    recipe, targets = workload.recipe, None
     cut, size = context_cut(recipe.parallel.context), recipe.parallel.context.size
-    lengths = [-(-length // size) for length in documents]
-    return replace(BatchShape.of_lengths(lengths, ELEMENT_BYTES[recipe.precision], target.kernels), context=cut)
+    if (rows := workload.row_batches) is not None:
+        documents, of_all = rows.mean(micro)
+        targets = -(-of_all // size)
+    else:
+        documents = tuple(
+            (DocumentRun(length),) for length in mean_documents(workload.lengths, micro, recipe.data.max_length)
+        )
+    own = tuple(tuple(DocumentRun(*(-(-each // size) for each in run)) for run in document) for document in documents)
+    return BatchShape(own, ELEMENT_BYTES[recipe.precision], target.kernels, context=cut, targets=targets)
 
 
 def rank_share(workload: Workload) -> RankShare:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import parse_json
+
+if TYPE_CHECKING:
+    from danlu.planning.row_batches import RowTrees
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,10 @@ class Lengths:
     documents: tuple[int, ...] | None
     """Tokens of each row that is trained on; None: packs of `data.max_length` tokens, each of one document."""
     source: Literal["token cache", "file", "full packs"]
+    trees: RowTrees | None = None
+    """The rows with compared or judged answers, in the order of training; None where rows are no trees, or unknown."""
+    assumption: str = ""
+    """A sentence on what was assumed of their lengths."""
 
 
 FULL_PACKS = Lengths(None, "full packs")
@@ -28,37 +36,73 @@ def read_lengths(file: Path) -> Lengths:
 
     Raises DataError with the line of what is none of these.
     """
-    documents: list[int] = []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    documents += _lengths_of(line, f"{file}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--lengths {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    documents = [length for value, where in _lines(file) for length in _lengths_of(value, where)]
     if not documents:
         raise DataError(f"--lengths {file}: no lengths. Give one number of tokens a line, or a run's rollouts.jsonl")
     return Lengths(tuple(documents), "file")
 
 
-def _lengths_of(line: str, where: str) -> list[int]:
+def read_row_lengths(file: Path, *, shared: bool) -> Lengths:
+    """Reads the lengths of rows with two answers, or with one that is judged, from a file.
+
+    A line has a row, as {"prompt_tokens": 64, "answer_tokens": [120, 87]}, or the number of tokens of one: then a third
+    of them are the prompt and each of two answers. shared: whether the answers to a prompt share it.
+
+    Raises DataError with the line of what is neither.
+    """
+    from danlu.planning.row_batches import RowTrees
+
+    rows, numbers = [], 0
+    for value, where in _lines(file):
+        if isinstance(value, dict) and "answer_tokens" in value:
+            prompt, answers = value.get("prompt_tokens", 0), value["answer_tokens"]
+            answers = answers if isinstance(answers, list) else [answers]
+            rows.append((_count(prompt, where, least=0), [_count(tokens, where) for tokens in answers]))
+            if not answers:
+                raise DataError(f"{where}: answer_tokens has no answer")
+        elif isinstance(value, dict):
+            raise DataError(f'{where}: a row has the form {{"prompt_tokens": 64, "answer_tokens": [120, 87]}}')
+        else:
+            third, rest = divmod(_count(value, where), 3)
+            rows.append((third, [max(1, third), max(1, third + rest)]))
+            numbers += 1
+    if not rows:
+        raise DataError(f'--lengths {file}: no lengths. A line has {{"prompt_tokens": 64, "answer_tokens": [120, 87]}}')
+    trees = RowTrees.of(rows, shared=shared)
+    said = f"of {numbers} rows with a number of tokens alone the prompt and each of two answers have a third"
+    return Lengths(tuple(trees.tokens.tolist()), "file", trees, said if numbers else "")
+
+
+def _lines(file: Path) -> Iterator[tuple[Any, str]]:
+    """Yields (value, place) of each line of JSON that is not empty."""
     try:
-        value = parse_json(line)
-    except ValueError:
-        raise DataError(f"{where}: {line.strip()!a:.40} is neither a number of tokens nor JSON") from None
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{file}:{number}"
+                if line.strip():
+                    try:
+                        yield parse_json(line), where
+                    except ValueError:
+                        said = f"{line.strip()!a:.40} is neither a number of tokens nor JSON"
+                        raise DataError(f"{where}: {said}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--lengths {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _lengths_of(value: Any, where: str) -> list[int]:
     if isinstance(value, dict):
         answers = value.get("answers")
         values = answers if isinstance(answers, list) else [value]
         entries = [entry.get("tokens", entry.get("length")) if isinstance(entry, dict) else entry for entry in values]
     else:
         entries = [value]
-    lengths: list[int] = []
-    for entry in entries:
-        length: Any = len(entry) if isinstance(entry, list) else entry
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise DataError(
-                f"{where}: {length!r} is no number of tokens. Give whole numbers from 1 up, objects with tokens or "
-                "length, or a run's rollouts.jsonl"
-            )
-        lengths.append(length)
-    return lengths
+    return [_count(len(entry) if isinstance(entry, list) else entry, where) for entry in entries]
+
+
+def _count(length: Any, where: str, *, least: int = 1) -> int:
+    if isinstance(length, bool) or not isinstance(length, int) or length < least:
+        raise DataError(
+            f"{where}: {length!r} is no number of tokens. Give whole numbers from 1 up, objects with tokens or "
+            "length, or a run's rollouts.jsonl"
+        )
+    return length

@@ -194,6 +194,7 @@ def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: K
         has_head=chunks.has_last,
         training=training_of_chunks(workload.training, chunks, chunks.local),
         lengths=workload.row_lengths,
+        rows=workload.row_batches,
     )
 
 

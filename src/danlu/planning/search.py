@@ -285,16 +285,16 @@ class Bounds:
 
     def _micro_batches(self, choice: Choice) -> tuple[int, int]:
         """(packed sequences of a micro-batch, micro-batches of a step)."""
-        data = self.target.cluster.ranks // (choice.tensor * choice.context * choice.stages)
-        per_step = -(-self.packs // data)
-        micro = min(choice.micro, per_step)
-        return micro, -(-per_step // micro)
+        return _micro_batches(self.workload, self.packs, choice, self.target)
 
     def _of_layers(self, choice: Choice, micro: int) -> ModelSeconds:
         """Seconds of a micro-batch through each layer on the ranks that share its tokens."""
         alone = self._alone(choice, micro)
+        if self.workload.lengths.trees is not None:  # stages and data ranks decide how rows are dealt out
+            alone = choice._replace(shard="none", replicate=1, micro=micro)
         if alone not in self._layers:
             own = replace(self.workload, recipe=alone.recipe(self.workload.recipe))
+            own = own.dealt_to(_data_ranks(choice, self.target))
             self._layers[alone] = model_seconds(own, micro, self.target, self.times)
         return self._layers[alone]
 
@@ -310,10 +310,7 @@ class LeastMemory:
 
     def of(self, choice: Choice) -> int:
         """The bound of one choice; it is never above the bytes of its plan."""
-        data = self.target.cluster.ranks // (choice.tensor * choice.context * choice.stages)
-        per_step = -(-self.packs // data)
-        micro = min(choice.micro, per_step)
-        micro_batches = -(-per_step // micro)
+        micro, micro_batches = _micro_batches(self.workload, self.packs, choice, self.target)
         states, kept = self._states_of(choice), self._kept_of(choice, micro)
         per_stage = choice.chunks or chunks_per_rank(choice.schedule)
         in_flight = 1
@@ -336,7 +333,7 @@ class LeastMemory:
         key = choice._replace(micro=micro, shard="none", replicate=1)
         if key not in self._kept:
             own = replace(self.workload, recipe=key.recipe(self.workload.recipe))
-            chunks = own.chunks(0)
+            own, chunks = own.dealt_to(_data_ranks(choice, self.target)), own.chunks(0)
             self._kept[key] = min(
                 chunks_step(
                     own, replace(chunks, local=(chunk,)), self.target.device_type, self.target.kernels, micro
@@ -344,3 +341,17 @@ class LeastMemory:
                 for chunk in chunks.local
             )
         return self._kept[key]
+
+
+def _data_ranks(choice: Choice, target: Target) -> int:
+    return target.cluster.ranks // (choice.tensor * choice.context * choice.stages)
+
+
+def _micro_batches(workload: Workload, packs: int, choice: Choice, target: Target) -> tuple[int, int]:
+    """(packed sequences of a micro-batch, micro-batches of a rank in a step). packs: those of a step."""
+    data = _data_ranks(choice, target)
+    if workload.lengths.trees is not None:
+        return replace(workload, recipe=choice.recipe(workload.recipe)).micro_batches(choice.micro, data)
+    per_step = -(-packs // data)
+    micro = min(choice.micro, per_step)
+    return micro, -(-per_step // micro)

@@ -50,7 +50,7 @@ def stage_collectives(
     seconds: Sequence[PassSeconds] | None,
     links: Cluster | MachineProfile | None,
 ) -> StageCollectives:
-    """The collectives of the first process of a stage, with full packs and as many tokens to each expert.
+    """The collectives of the first process of a stage, with full packs or mean rows, and as many tokens to each expert.
 
     seconds: of a micro-batch in each chunk of the stage; None where no speeds are known. links: None where they are
     not known.
@@ -59,6 +59,8 @@ def stage_collectives(
         return SILENT
     length, context = workload.recipe.data.max_length, layout.context
     batch = MicroBatch.of_full_packs(micro, length, context)
+    if (rows := workload.dealt_to(layout.data).row_batches) is not None:
+        batch = MicroBatch.of_rows(rows.mean(micro), context)
     model = RankModel.of(workload, layout, stage * layout.world // layout.pipeline)
     traffic = tuple(step_traffic(model, [batch] * micro_batches))
     if seconds is None or links is None:

@@ -63,8 +63,8 @@ def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
     recipe = workload.recipe
     per_step = -(-recipe.batch.packs(recipe.data.max_length) // layout.data)
     if recipe.batch.micro != "auto":
-        return min(recipe.batch.micro, per_step)
-    at_most = per_step
+        return workload.micro_batches(recipe.batch.micro, layout.data)[0]
+    workload, at_most = workload.dealt_to(layout.data), per_step
     if target.device_type == "cpu":
         at_most = min(per_step, max(1, _MAX_CPU_TOKENS // recipe.data.max_length))
     budget = recipe.batch.memory
@@ -87,13 +87,15 @@ class _Planner:
     micro: int | None
     most_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        self.workload = self.workload.dealt_to(self.layout.data)
+
     def plan(self) -> StepPlan | None:
         workload, layout, recipe = self.workload, self.layout, self.workload.recipe
         if self.times is None and self.target.speeds is not None:
             self.times = LayerTimes(self.target.speeds)
         micro = self.micro or micro_batch(workload, layout, self.target)
-        per_step = -(-recipe.batch.packs(recipe.data.max_length) // layout.data)
-        micro_batches = -(-per_step // micro)
+        micro_batches = workload.micro_batches(micro, layout.data)[1]
         stages = range(layout.pipeline)
         states = [rank_states(workload, layout, stage=stage, device_type=self.target.device_type) for stage in stages]
         seconds = self._chunk_seconds(micro)
@@ -114,7 +116,6 @@ class _Planner:
         events = [list(own.events) for own in walks]
         if fewest < micro_batches:
             events = step_events(self._lists(micro_batches), costs, ends)
-        tokens = per_step * layout.data * recipe.data.max_length
         of_step = self._seconds(seconds, collectives, events, states, micro_batches)
         return StepPlan(
             layout,
@@ -125,7 +126,7 @@ class _Planner:
                 for of_rank, own, of_stage in zip(memory, events, collectives, strict=True)
             ),
             of_step,
-            tokens=tokens,
+            tokens=self._tokens(),
             flops=self._flops(micro) * micro_batches * layout.data,
             rollout=planned_rollout(workload, layout, self.target, micro, None if of_step is None else of_step.total),
             assumptions=tuple(self._assumptions()),
@@ -237,17 +238,28 @@ class _Planner:
 
     def _flops(self, micro: int) -> int:
         """Operations of one micro-batch over the ranks that share its tokens."""
-        recipe, documents = self.workload.recipe, mean_batch(self.workload, micro, self.target).documents
+        recipe, batch = self.workload.recipe, mean_batch(self.workload, micro, self.target)
         context = recipe.parallel.context.size
-        lengths = [context * run.tokens for document in documents for run in document]
-        targets = sum(lengths) if self.workload.config.task == "causal-lm" else 0
+        lengths = [context * run.tokens for document in batch.documents for run in document]
+        targets = sum(lengths) if batch.targets is None else context * batch.targets
+        if self.workload.config.task != "causal-lm":
+            targets = 0
         return DecoderFlops(self.workload.config).training(lengths, targets, frozen=recipe.adapter is not None)
+
+    def _tokens(self) -> int:
+        """Tokens of a step over all processes: of full packs, or of the mean rows."""
+        recipe, data = self.workload.recipe, self.layout.data
+        if (rows := self.workload.row_batches) is not None:
+            return rows.step_tokens
+        return -(-recipe.batch.packs(recipe.data.max_length) // data) * data * recipe.data.max_length
 
     def _assumptions(self) -> list[str]:
         said = []
         if self.workload.lengths.documents is None and self.workload.recipe.stage != "rl":
             length = self.workload.recipe.data.max_length
             said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
+        if self.workload.lengths.assumption:
+            said.append(self.workload.lengths.assumption)
         return said
 
 

@@ -24,6 +24,7 @@ from danlu.recipe.sections import Context
 
 if TYPE_CHECKING:
     from danlu.planning.chunk_memory import ChunkGradients
+    from danlu.planning.row_batches import RowBatches
     from danlu.planning.step_walk import ChunkCost
 
 _FLOAT32 = 4
@@ -64,6 +65,8 @@ class StepEstimate:
     """The parts of each layer that are trained; empty: as the recipe says of a whole model with these layers."""
     lengths: np.ndarray | None = field(default=None, compare=False)
     """[rows] int: tokens of each row that is trained on; None where rows are not known."""
+    rows: RowBatches | None = None
+    """The micro-batches of rows with judged answers; None for other rows, and where their lengths are not known."""
 
     def with_activations(self) -> Self:
         """The estimate with activations and logits, where `parts` has what does not depend on the data."""
@@ -74,12 +77,12 @@ class StepEstimate:
     @property
     def activations(self) -> ActivationBytes:
         """Bytes of the activations of a micro-batch, or of as many as a stage keeps at once."""
-        return self._activations(max(self.micro, self._most_paths))
+        return self._activations(self._sequences)
 
     @property
     def logits(self) -> int:
         """Bytes that the loss of a micro-batch takes in addition to its inputs."""
-        return self._loss_workspace(max(self.micro, self._most_paths)) + self._head_copy
+        return self._loss_workspace(self._sequences) + self._head_copy
 
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
@@ -94,7 +97,13 @@ class StepEstimate:
     @property
     def _most_paths(self) -> int:
         """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+        if self.rows is not None:
+            return 1
         return 2 if self.recipe.row_type == "preference" or self.recipe.needs_mismatched else 1
+
+    @property
+    def _sequences(self) -> int:
+        return max(self.micro, self._most_paths)
 
     def _activations(self, sequences: int, plan: Sequence[LayerPlan] | None = None) -> ActivationBytes:
         """Bytes of a micro-batch; with a critic both passes have their activations when the backward pass begins.
@@ -140,9 +149,15 @@ class StepEstimate:
     def _batches(self, sequences: int) -> list[BatchShape]:
         element_bytes = ELEMENT_BYTES[self.recipe.precision]
         return [
-            BatchShape(documents, element_bytes, self.kernels, context=cut)
+            BatchShape(documents, element_bytes, self.kernels, context=cut, targets=self._row_targets(sequences))
             for documents, cut in self._documents(sequences)
         ]
+
+    def _row_targets(self, sequences: int) -> int | None:
+        """Targets of the largest micro-batch of rows on one context rank; None where all tokens count as such."""
+        if self.rows is None:
+            return None
+        return -(-self.rows.largest(sequences).targets // self.recipe.parallel.context.size)
 
     def chunk_cost(self, gradients: ChunkGradients) -> ChunkCost:
         """The bytes of a micro-batch's passes, of the micro-batch that keeps most; without what is gathered.
@@ -156,7 +171,7 @@ class StepEstimate:
 
         settings, budget = self._settings(self.config, self.plan), self.recipe.memory.recompute.budget
         if self.critic is None and not settings.offload and (budget is None or self.plan):
-            batches = self._batches(max(self.micro, self._most_paths))
+            batches = self._batches(self._sequences)
             costs = [chunk_memory(self.config, batch, settings, gradients, self.logits) for batch in batches]
             return max(costs, key=lambda cost: (max(cost.kept + cost.loss, cost.backward_peak), cost.kept))
         peak = self.activations.kept + self.activations.recomputed
@@ -173,9 +188,16 @@ class StepEstimate:
             gradients_of_forward=gradients.head,
         )
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch on this rank; of rows of unknown lengths those of full packs."""
+        if self.rows is None:
+            return self.micro * self.recipe.data.max_length // self.recipe.parallel.context.size
+        return self._batches(self._sequences)[0].tokens
+
     def graphs(self) -> Iterator[LayerGraph]:
         """Yields the layers of the policy in the micro-batch with the longest documents."""
-        settings, batch = self._settings(self.config, self.plan), self._batches(max(self.micro, self._most_paths))[0]
+        settings, batch = self._settings(self.config, self.plan), self._batches(self._sequences)[0]
         for spec, own in zip(self.config.layers, settings.layers, strict=True):
             yield LayerGraph(spec, self.config.hidden_size, batch, own.training, own.recompute, settings.share)
 
@@ -186,6 +208,8 @@ class StepEstimate:
         kernel. Context ranks cut the former, and deal out the latter whole.
         """
         length, section = self.recipe.data.max_length, self.recipe.parallel.context
+        if self.rows is not None:
+            return self._row_documents(self.rows.largest(sequences).documents)
         longest = [-(-tokens // section.size) for tokens in self._longest(sequences, length)]
         mixes = [(tuple(map(_document, longest)), context_cut(section))]
         if self.device_type == "cpu":
@@ -198,6 +222,14 @@ class StepEstimate:
             rows = self._longest(sequences, short, short)[:: section.size]
             mixes.append((tuple(map(_pair if is_pair else _document, rows)), None))
         return [mix for mix in mixes if mix[0]]
+
+    def _row_documents(self, documents: tuple[Document, ...]) -> list[tuple[tuple[Document, ...], ContextCut | None]]:
+        """The documents of a micro-batch of rows on one context rank: cut, and dealt out whole."""
+        size = self.recipe.parallel.context.size
+        if size == 1:
+            return [(documents, None)]
+        cut = tuple(tuple(DocumentRun(*(-(-each // size) for each in run)) for run in own) for own in documents)
+        return [(cut, context_cut(self.recipe.parallel.context)), (documents[::size], None)]
 
     def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
         """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
@@ -219,8 +251,11 @@ class StepEstimate:
         recipe, config = self.recipe, self.config
         if not self.has_head or config.task != "causal-lm":
             return 0
+        targets = self._row_targets(sequences)
+        if targets is None:
+            targets = -(-sequences * recipe.data.max_length // recipe.parallel.context.size)
         return workspace_bytes(
-            -(-sequences * recipe.data.max_length // recipe.parallel.context.size),
+            targets,
             config.hidden_size,
             config.vocab_size // recipe.parallel.tensor,
             element_bytes=ELEMENT_BYTES[recipe.precision],
@@ -234,6 +269,8 @@ class StepEstimate:
         is there; 0 where one micro-batch is a step. Of a sharded head it has the type of activations."""
         recipe, config = self.recipe, self.config
         is_only = recipe.batch.packs(recipe.data.max_length) <= self.micro
+        if self.rows is not None:
+            is_only = self.rows.micro_batches(self.micro) == 1
         if is_only or recipe.adapter is not None or not self.has_head or config.task != "causal-lm":
             return 0
         element_bytes = _FLOAT32 if recipe.parallel.shard == "none" else ELEMENT_BYTES[recipe.precision]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from danlu.core.layer_types import TRAINED
 from danlu.memory.layer_plan import LayerPlan
@@ -47,6 +47,9 @@ from danlu.planning.traffic import (
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe, sections
 
+if TYPE_CHECKING:
+    from danlu.planning.row_batches import RowBatch
+
 
 class MicroBatch(NamedTuple):
     """The tokens of a micro-batch on one rank, as far as they decide what is sent."""
@@ -65,6 +68,13 @@ class MicroBatch(NamedTuple):
         """Packs of one document each, cut evenly: a plan's assumption where documents are not known."""
         tokens = packs * length // context
         return cls(tokens, tokens, (tokens,) * context if context > 1 else (), packs)
+
+    @classmethod
+    def of_rows(cls, batch: RowBatch, context: int) -> MicroBatch:
+        """Rows with judged answers, cut evenly over context ranks."""
+        tokens = sum(run.tokens for document in batch.documents for run in document) // context
+        cut = (tokens,) * context if context > 1 else ()
+        return cls(tokens, batch.targets // context, cut, len(batch.documents))
 
 
 class Rows(NamedTuple):

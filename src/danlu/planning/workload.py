@@ -6,7 +6,7 @@ Nothing is read here: configs and the facts of folders are handed in (`run.read_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from danlu.recipe import Recipe
 
 if TYPE_CHECKING:
     from danlu.planning.rollout_lengths import RolloutLengths
+    from danlu.planning.row_batches import RowBatches
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Workload:
     lengths: Lengths = FULL_PACKS
     rollout_lengths: RolloutLengths | None = None
     """The lengths of drawn answers and their prompts; None: all are as long as they may be."""
+    data_ranks: int = 1
+    """The data ranks that rows with judged answers are dealt out to."""
 
     @property
     def critic_tensors(self) -> tuple[ModelTensor, ...]:
@@ -76,6 +79,30 @@ class Workload:
     def row_lengths(self) -> np.ndarray | None:
         """[rows] int64: tokens of each row; None where they are not known."""
         return np.array(self.lengths.documents, dtype=np.int64) if self.lengths.documents else None
+
+    @cached_property
+    def row_batches(self) -> RowBatches | None:
+        """The micro-batches of rows with compared or judged answers; None for other rows, and unknown lengths."""
+        recipe, trees = self.recipe, self.lengths.trees
+        if trees is None or recipe.batch.rows is None:
+            return None
+        from danlu.planning.row_batches import RowBatches
+
+        stages = recipe.parallel.pipeline.stages
+        least = 1 if stages == 1 else 2 * stages  # `ParallelContext.least_micro_batches`
+        return RowBatches(trees, recipe.batch.rows, recipe.steps, self.data_ranks, recipe.data.max_length, least)
+
+    def dealt_to(self, data_ranks: int) -> Workload:
+        """Returns the workload with its rows dealt out to data ranks; the same one where nothing depends on them."""
+        return self if self.lengths.trees is None else replace(self, data_ranks=data_ranks)
+
+    def micro_batches(self, micro: int, data_ranks: int) -> tuple[int, int]:
+        """(packed sequences of a micro-batch, micro-batches of a rank in a step), for a recipe's `micro`."""
+        if (rows := self.dealt_to(data_ranks).row_batches) is not None:
+            return micro, rows.micro_batches(micro)
+        per_step = -(-self.recipe.batch.packs(self.recipe.data.max_length) // data_ranks)
+        micro = min(micro, per_step)
+        return micro, -(-per_step // micro)
 
     def chunks(self, stage: int, config: ModelConfig | None = None) -> Chunks:
         """The chunks of a pipeline's stage; config: of another model than the policy."""
