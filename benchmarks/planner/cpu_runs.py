@@ -44,20 +44,20 @@ LATENT = {
     "norm_topk_prob": True,
 }
 STEPS = 10
-_TEXT: dict[str, Any] = {"stage": "pretrain", "model": {"config": SHAPE}}
+TEXT: dict[str, Any] = {"stage": "pretrain", "model": {"config": SHAPE}}
 _MIXTURE: dict[str, Any] = {"stage": "pretrain", "model": {"config": LATENT}}
 _LORA: dict[str, Any] = {"adapter": {"kind": "lora", "rank": 8}}
 _PAIRS: dict[str, Any] = {"batch": {"rows": 8, "micro": 2}}
 RUNS: dict[str, Case] = {
-    "pretrain": Case(_TEXT),
-    "pretrain, bf16": Case({**_TEXT, "precision": "bf16"}),
-    "elementwise": Case({**_TEXT, "memory": {"recompute": "elementwise"}}),
-    "selective": Case({**_TEXT, "memory": {"recompute": "selective"}}),
-    "full": Case({**_TEXT, "memory": {"recompute": "full"}}),
-    "every": Case({**_TEXT, "memory": {"recompute": "every"}}),
-    "8-bit moments": Case({**_TEXT, "optimizer": {"kind": "adamw8bit", "learning_rate": 1e-3}}),
-    "muon": Case({**_TEXT, "optimizer": {"kind": "muon", "learning_rate": 1e-3}}),
-    "average": Case({**_TEXT, "ema": {"decay": 0.9}}),
+    "pretrain": Case(TEXT),
+    "pretrain, bf16": Case({**TEXT, "precision": "bf16"}),
+    "elementwise": Case({**TEXT, "memory": {"recompute": "elementwise"}}),
+    "selective": Case({**TEXT, "memory": {"recompute": "selective"}}),
+    "full": Case({**TEXT, "memory": {"recompute": "full"}}),
+    "every": Case({**TEXT, "memory": {"recompute": "every"}}),
+    "8-bit moments": Case({**TEXT, "optimizer": {"kind": "adamw8bit", "learning_rate": 1e-3}}),
+    "muon": Case({**TEXT, "optimizer": {"kind": "muon", "learning_rate": 1e-3}}),
+    "average": Case({**TEXT, "ema": {"decay": 0.9}}),
     "experts, latent attention": Case(_MIXTURE),
     "experts, full": Case({**_MIXTURE, "memory": {"recompute": "full"}}),
     "sft": Case({"stage": "sft"}, on_base=True),
@@ -67,12 +67,12 @@ RUNS: dict[str, Case] = {
     "qlora, full": Case({**_LORA, "quantization": "nf4", "memory": {"recompute": "full"}}, on_base=True),
     "dpo": Case({"stage": "dpo", **_PAIRS}, on_base=True),
     "dpo, lora": Case({"stage": "dpo", **_PAIRS, **_LORA}, on_base=True),
-    "two data ranks": Case({**_TEXT, "parallel": {"data": 2}}, processes=2),
-    "zero3": Case({**_TEXT, "parallel": {"shard": "zero3", "data": 2}}, processes=2),
+    "two data ranks": Case({**TEXT, "parallel": {"data": 2}}, processes=2),
+    "zero3": Case({**TEXT, "parallel": {"shard": "zero3", "data": 2}}, processes=2),
     "zero1, lora": Case({**_LORA, "parallel": {"shard": "zero1", "data": 2}}, processes=2, on_base=True),
-    "tensor": Case({**_TEXT, "parallel": {"tensor": 2, "sequence": True}}, processes=2),
-    "context": Case({**_TEXT, "parallel": {"context": 2}}, processes=2),
-    "pipeline": Case({**_TEXT, "parallel": {"pipeline": 2}, "batch": {"sequences": 16, "micro": 2}}, processes=2),
+    "tensor": Case({**TEXT, "parallel": {"tensor": 2, "sequence": True}}, processes=2),
+    "context": Case({**TEXT, "parallel": {"context": 2}}, processes=2),
+    "pipeline": Case({**TEXT, "parallel": {"pipeline": 2}, "batch": {"sequences": 16, "micro": 2}}, processes=2),
 }
 STATES = ("weights", "adapter", "optimizer", "average")
 """Parts that a run counts to the byte."""
@@ -105,13 +105,13 @@ class CpuRuns:
 
     def compare(self, names: list[str]) -> Iterator[Comparison]:
         """Trains each of some runs, one after the other, and yields its comparison."""
-        inputs = self.folder / "inputs"
-        write_inputs(inputs)
-        base = self._train("base", Case(_TEXT)) / "model"
+        base = self.train("base", Case(TEXT)) / "model"
         for name in names:
             yield self._compare(name, RUNS[name], base)
 
-    def _train(self, name: str, case: Case, base: Path = Path(), *, allocation: Path | None = None) -> Path:
+    def train(self, name: str, case: Case, base: Path = Path(), *, allocation: Path | None = None) -> Path:
+        """Trains a recipe and returns its run folder. allocation: prefix of the files with the bytes of each rank."""
+        write_inputs(self.folder / "inputs")
         output = self.folder / (name.replace(", ", "-").replace(" ", "-") + ("-profiled" if allocation else ""))
         file = output.with_suffix(".yaml")
         changes = {"batch": {"sequences": 8, "micro": 2}, "steps": STEPS, **case.changes}
@@ -128,18 +128,17 @@ class CpuRuns:
         return output
 
     def _compare(self, name: str, case: Case, base: Path) -> Comparison:
-        output = self._train(name, case, base)
+        output = self.train(name, case, base)
         measured = json.loads((output / "summary.json").read_text())["memory"]
         allocation = self.folder / "allocated"
-        self._train(name, case, base, allocation=allocation)
+        self.train(name, case, base, allocation=allocation)
         ranks = self.folder.glob("allocated.*")
         of_step = max(int(file.read_text()) for file in ranks)
         for file in self.folder.glob("allocated.*"):
             file.unlink()
-        plan = self._plan(output.with_suffix(".yaml"))
+        plan = self.plan(output)
         said = plan["memory"]["parts"]
-        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        taken = statistics.median(step["tokens"] / step["tokens_per_second"] for step in steps[2:])
+        taken = step_seconds(output)
         states = {part: said[part] / measured[part] for part in STATES if measured[part]}
         step = sum(said[part] for part in OF_STEP)
         whole = sum(measured[part] for part in STATES)
@@ -147,16 +146,23 @@ class CpuRuns:
         seconds = (plan["seconds"] or {}).get("total")
         return Comparison(name, states, step / of_step, total, None if seconds is None else seconds / taken)
 
-    def _plan(self, recipe: Path) -> dict[str, Any]:
+    def plan(self, output: Path) -> dict[str, Any]:
+        """The plan of the recipe of a run, as `danlu plan --json` prints it."""
         arguments = [
             sys.executable,
             "-P",
             "-m",
             "danlu",
             "plan",
-            str(recipe),
+            str(output.with_suffix(".yaml")),
             f"data.max_length={self.length}",
             "--json",
         ]
         ended = subprocess.run(arguments, env=environment(self.checkout), capture_output=True, text=True, check=True)
         return json.loads(ended.stdout)  # type: ignore[no-any-return]
+
+
+def step_seconds(output: Path) -> float:
+    """The median seconds of the steps of a run but its first two."""
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(step["tokens"] / step["tokens_per_second"] for step in steps[2:])
