@@ -3,6 +3,7 @@
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --list
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --memory [--each]
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --speed
+    python benchmarks/planner.py [--rows CSV] [--configs DIR] --layouts
     python benchmarks/planner.py [--rows CSV] [--configs DIR] --check
 
 `--list` prints by source the rows that count and the reasons of the others, and how far the rules of thumb that people
@@ -11,6 +12,7 @@ sources, than the row's own. `--memory` prints the errors of danlu's expected me
 `--each` every row, and by part what it is expected to take. `--speed` prints the errors of danlu's expected speeds; no
 row is judged by constants that were fitted on it: rows of one engine by those of its other cards, or of its other
 sizes, and rows of other engines by the first one's constants and one factor of their other rows. It takes a minute.
+`--layouts` plans the layouts of two papers: Llama 3's table of parallelism, and DeepSeek-V3's GPU hours.
 `--check` counts the parameters of every model and compares them with the published ones.
 
 The table is measurements/published_measurements.csv of the data folder: DANLU_SHARED_DATA names it, or it is
@@ -31,6 +33,7 @@ from pathlib import Path
 from planner.architectures import Architecture, read_architectures
 from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
 from planner.engines import Engine, read_engines
+from planner.layouts import PlannedLayout, deepseek_hours, llama_layouts
 from planner.memory import expected_memory
 from planner.own_figures import errors, figures
 from planner.published_cards import card
@@ -48,12 +51,16 @@ def main() -> int:
     what.add_argument("--list", action="store_true", help="rows by source, and the errors of rules of thumb")
     what.add_argument("--memory", action="store_true", help="the errors of danlu's expected memory")
     what.add_argument("--speed", action="store_true", help="the errors of danlu's expected speeds")
+    what.add_argument("--layouts", action="store_true", help="plans of the layouts that papers publish")
     what.add_argument("--check", action="store_true", help="parameters of every model beside the published ones")
     parser.add_argument("--each", action="store_true", help="with --memory: every row, by part")
     options = parser.parse_args()
     for path in (options.rows, options.configs):
         if not path.exists():
             parser.error(f"{path} does not exist: name it, or the data folder in DANLU_SHARED_DATA")
+    if options.layouts:
+        print_layouts(options.configs)
+        return 0
     architectures = read_architectures(options.configs)
     if options.check:
         return check_parameters(options.rows, architectures)
@@ -179,6 +186,27 @@ def print_own_figures() -> None:
         print(f"| {figure.name} | {figure.card} | {figure.tokens_per_s:,} | {expected:,.0f} | {error:+.1%} |")
     sizes = sorted(map(abs, wrong))
     print(f"\nMedian {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, signed {statistics.median(wrong):+.1%}.")
+
+
+def print_layouts(configs: Path) -> None:
+    """Prints the speeds of papers' layouts next to their plans."""
+    print("## Llama 3 405B: TFLOP/s of a GPU\n")
+    _print_layouts(llama_layouts(configs), 1)
+    print("\n## DeepSeek-V3: thousands of GPU hours for a trillion tokens\n")
+    _print_layouts(deepseek_hours(configs), 1000)
+
+
+def _print_layouts(layouts: Iterable[PlannedLayout], unit: int) -> None:
+    print("| layout | published | expected | error | s a step | bubble | exposed | GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for each in layouts:
+        seconds = each.plan.seconds
+        assert seconds is not None, "a cluster has speeds"
+        print(
+            f"| {each.name} | {each.published / unit:.0f} | {each.expected / unit:.0f} | {each.error:+.1%} "
+            f"| {seconds.total:.2f} | {seconds.bubble / seconds.total:.1%} | {seconds.exposed / seconds.total:.1%} "
+            f"| {each.plan.worst.memory.allocated / 2**30:.0f} |"
+        )
 
 
 def _table(results: Iterable[tuple[PublishedRun, float | None, float]]) -> None:
