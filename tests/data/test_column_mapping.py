@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from danlu.core.errors import DataError
-from danlu.data.column_mapping import ColumnMapping
+from danlu.data import sources
+from danlu.data.column_mapping import LOOKED_THROUGH, ColumnMapping
 from danlu.data.preference_rows import Pair, first_row_type, parse_answers
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Completion, Conversation, Text, detect_format, parse_row
@@ -99,8 +100,8 @@ BROKEN: list[tuple[dict[str, str | None], list[Any], str]] = [
     (
         {"prompt": "quess", "completion": "resp"},
         [{"ques": "a", "resp": "b"}],
-        "rows.jsonl: data.columns: prompt: there is no column 'quess' in its first rows, which have 'ques', 'resp'. "
-        "Did you mean 'ques'?",
+        "rows.jsonl: data.columns: prompt: there is no column 'quess' in its rows, of which the first have 'ques', "
+        "'resp'. Did you mean 'ques'?",
     ),
     ({"text": "{titel} {text}"}, [{"title": "a", "text": "b"}], "text: there is no column 'titel' .* mean 'title'"),
     ({"question": "q", "answer": "a", "system": "sys"}, [{"q": "a", "a": "b"}], "system: there is no column 'sys'"),
@@ -112,6 +113,53 @@ def test_columns_that_no_row_has(columns: Any, rows: list[Any], message: str, tm
     source = write(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(DataError, match=message):
         next(iter(read_rows(source, columns)))
+
+
+LATE: list[tuple[dict[str, str | None], dict[str, Any], dict[str, Any]]] = [
+    ({"question": "q", "answer": "a", "system": "sys"}, {"q": "Hi", "a": "Hello"}, {"sys": "S"}),
+    (
+        {"question": "q", "answer": "a", "system": 'the "système"/é'},
+        {"q": "Hi", "a": "Hello"},
+        {'the "système"/é': "S"},
+    ),
+    ({"prompt": "q", "completion": "a"}, {"q": "Hi"}, {"a": "Hello"}),
+]
+
+
+@pytest.mark.parametrize(("columns", "row", "more"), LATE)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_column_may_come_first_behind_the_rows_that_are_looked_through(
+    columns: Any, row: Any, more: Any, escaped: bool, tmp_path: Path
+) -> None:
+    lines = [json.dumps(each, ensure_ascii=escaped) for each in [row] * (LOOKED_THROUGH + 2) + [row | more]]
+    file = tmp_path / "rows.jsonl"
+    ((column, text),) = more.items()
+    file.write_text("\n".join(line.replace("/", "\\/") if escaped else line for line in lines), encoding="utf-8")
+    name = next(name for name, given in columns.items() if given == column)
+    *without, last = (each.value for each in read_rows(Source(path=str(file)), columns))
+    assert len(without) == LOOKED_THROUGH + 2
+    assert all(isinstance(value, dict) and name not in value for value in without)
+    assert isinstance(last, dict) and last[name] == text
+    # Rows that are not taken do not count.
+    with pytest.raises(DataError, match=f"{name}: there is no column .* in its rows, of which the first have '"):
+        next(iter(read_rows(Source(path=f"{file}#{LOOKED_THROUGH + 2}"), columns)))
+
+
+def test_rows_that_cannot_be_read_without_a_column_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "rows.jsonl", *[{"body": "a"}] * LOOKED_THROUGH, {"bodi": "b"})
+
+    def read_on(*_: Any) -> dict[str, str]:
+        raise AssertionError("the rows behind the first are read")
+
+    monkeypatch.setattr(sources, "_absent_throughout", read_on)
+    refused: list[dict[str, str | None]] = [{"text": "bodi"}, {"text": "{body} {bodi}"}]
+    for columns in refused:
+        with pytest.raises(DataError, match=r"text: there is no column 'bodi' in its rows, .* Did you mean 'body'\?"):
+            next(iter(read_rows(source, columns)))
+    with pytest.raises(AssertionError):  # these have another text
+        next(iter(read_rows(source, {"text": "body", "system": "bodi"})))
 
 
 def test_a_row_without_a_column_that_others_have_is_a_bad_row(tmp_path: Path) -> None:

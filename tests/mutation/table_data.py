@@ -7,6 +7,7 @@ from mutation.table import Mutation
 SHOWN = "data/test_shown_texts.py"
 ANSWERS = "serving/test_openai_answers.py"
 CALLS = "data/test_tool_calls.py"
+COLUMNS = "data/test_column_mapping.py"
 TOKENIZING = "data/test_tokenizing.py"
 MUTATIONS: tuple[Mutation, ...] = (
     # -- text that a template leaves out
@@ -85,6 +86,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_columnar_rows.py",
     ),
     Mutation("data/sources.py", '.with_format("arrow")', "", "data/test_columnar_rows.py"),
+    # -- columns that come first behind the rows that are looked through
+    Mutation("data/sources.py", "if absent and any(map(mapping.can_read, rows)):", "if absent:", COLUMNS),
+    Mutation("data/sources.py", "if absent and any(map(mapping.can_read, rows)):", "if False:", COLUMNS),
+    Mutation("data/sources.py", "islice(read(), len(first), limit)", "islice(read(), len(first), None)", COLUMNS),
+    Mutation("data/sources.py", 'b"\\\\u" not in content and', "", COLUMNS),
+    Mutation("data/sources.py", "_ESCAPED_SHORTLY.split(name)", "[name]", COLUMNS),
     # -- calls of tools
     Mutation("data/tool_calls.py", "            self._thought_end = THOUGHTS[mark]", "            pass", CALLS),
     Mutation("data/tool_calls.py", "        withheld = 0 if ended else", "        withheld = 0 if True else", CALLS),

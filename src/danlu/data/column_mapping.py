@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +15,8 @@ from danlu.data.rows import QUESTIONS, detect_format
 from danlu.recipe.sections.data import TAG_NAMES, Columns
 
 LOOKED_THROUGH = 256
-"""The rows at the start of a source of which one at least has each column that is named."""
+"""The rows at the start of a source that are looked through for the columns that are named; the rows behind them are
+only for a column that these lack, and can be read without."""
 _PROMPTS = frozenset({"text", "prompt", "messages", "conversations", *QUESTIONS})  # a row has one of them
 _DECIDING = _PROMPTS | {
     "input_ids", "completion", "output", *QUESTIONS.values(), "chosen", "rejected", "rejected_response",
@@ -103,22 +104,28 @@ class ColumnMapping:
         others = {name: value for name, value in row.items() if name not in gone} if self.others else {}
         return self._with_roles({**others, **named})
 
-    def check(self, rows: Iterable[Mapping[str, Any]], where: str) -> None:
-        """Refuse a mapping with a column that none of these rows, the first of their source, has.
+    def absent(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        """The columns of the file that it names and none of these rows has, each with the name that it is to have."""
+        there = set(chain.from_iterable(rows))
+        named = {wanted: name for name, column in self.columns for wanted in _names_in(column)}
+        return {wanted: name for wanted, name in named.items() if wanted not in there}
 
-        Raises:
-            DataError: it names the columns that the rows have.
-        """
+    def can_read(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row holds something to train on or to answer, whatever it lacks: a text, a prompt, a pair."""
+        try:
+            named = self.apply(row, "row")
+            return not _PROMPTS.isdisjoint(named) or bool(detect_format(named))
+        except DataError:
+            return False
+
+    def refuse(self, absent: Mapping[str, str], rows: Sequence[Mapping[str, Any]], where: str) -> DataError:
+        """The error for columns that no row of a source has. absent: see there. rows: the first ones of the source."""
+        wanted, name = next(iter(absent.items()))
         there = list(dict.fromkeys(chain.from_iterable(rows)))
-        if not there:
-            return
-        for name, column in self.columns:
-            for wanted in _names_in(column):
-                if wanted not in there:
-                    raise DataError(
-                        f"{where}: {self.origin}: {name}: there is no column {wanted!r} in its first rows, which have "
-                        f"{', '.join(map(repr, there))}.{did_you_mean(wanted, there)}"
-                    )
+        return DataError(
+            f"{where}: {self.origin}: {name}: there is no column {wanted!r} in its rows, of which the first have "
+            f"{', '.join(map(repr, there))}.{did_you_mean(wanted, there)}"
+        )
 
     @property
     def _gone(self) -> frozenset[str]:

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ _MAX_COMPARED_NAMES = 2000  # of a folder, among which a misspelt one is looked 
 _SETTLED_NS = 2_000_000_000  # after which a change of a file shows in its times, whatever their grain
 _MappedContent = tuple[str, dict[str, Any] | BadRow | bytes, ColumnMapping | None]
 """The where, content and mapping of a RawRow."""
+_ESCAPED_SHORTLY = re.compile(r'["\\/\x00-\x1f]')  # letters with other escapes in JSON
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -60,34 +62,66 @@ def read_rows(source: Source, columns: Columns | None = None) -> Iterator[RawRow
     """
     path, limit = _path_and_row_limit(source)
     number = 0
-    for number, (where, content, mapping) in enumerate(islice(_mapped_rows(source, path, columns), limit), 1):
+    for number, (where, content, mapping) in enumerate(islice(_mapped_rows(source, path, columns, limit), limit), 1):
         yield RawRow(number - 1, where, content, mapping)
     if not number:
         raise DataError(f"{path}: there are no rows in it")
 
 
-def _mapped_rows(source: Source, path: Path, columns: Columns | None) -> Iterator[_MappedContent]:
-    """The rows of a source, each with the mapping of its columns."""
+def _mapped_rows(source: Source, path: Path, columns: Columns | None, limit: int | None) -> Iterator[_MappedContent]:
+    """The rows of a source, each with the mapping of its columns. limit: how many of them count; None for all."""
     is_given, given = _given_mapping(source, path, columns)
     if _is_data_set(source, path):
-        batches = _data_set(source, path).with_format("arrow").iter(batch_size=BATCH_ROWS)
-        yield from _checked(numbered_rows(str(path), batches), given, str(path))
+        data_set = _data_set(source, path).with_format("arrow")
+        yield from _checked(lambda: numbered_rows(str(path), data_set.iter(batch_size=BATCH_ROWS)), given, path, limit)
     elif is_given:
-        yield from _checked(_read_files(_files(path), path), given, str(path))
+        yield from _checked(lambda: _read_files(_files(path), path), given, path, limit)
     else:
         for file in _files(path):
-            yield from _checked(_read_files([file], path), neighboring_mapping(file), str(file))
+            yield from _checked(partial(_read_files, [file], path), neighboring_mapping(file), file, limit)
 
 
-def _checked(placed: Iterator[LocatedContent], mapping: ColumnMapping | None, where: str) -> Iterator[_MappedContent]:
-    """Rows with a mapping, once it is known that the first of them have the columns that it names."""
+def _checked(
+    read: Callable[[], Iterator[LocatedContent]], mapping: ColumnMapping | None, path: Path, limit: int | None
+) -> Iterator[_MappedContent]:
+    """Rows with a mapping, once it is known that some of them have the columns that it names.
+
+    A column may come first behind the first rows where these can be read without it, as a system text can be absent;
+    then the rows are read once more, up to where it stands. limit: the rows of the source that count; None for all.
+    """
+    placed = read()
     if mapping is not None:
         first = list(islice(placed, LOOKED_THROUGH))
-        values = (RawRow(0, place, content).given for place, content in first)
-        mapping.check((value for value in values if isinstance(value, dict)), where)
         placed = chain(first, placed)
+        rows = [row for _, content in islice(first, limit) if (row := _columns_in(content)) is not None]
+        absent = mapping.absent(rows) if rows else {}
+        if absent and any(map(mapping.can_read, rows)):
+            absent = _absent_throughout(islice(read(), len(first), limit), absent)
+        if absent:
+            raise mapping.refuse(absent, rows, str(path))
     for place, content in placed:
         yield place, content, mapping
+
+
+def _absent_throughout(rows: Iterator[LocatedContent], columns: Mapping[str, str]) -> dict[str, str]:
+    """Those of some columns that none of the rows has; reads no further than it takes to see all of them."""
+    absent = dict(columns)
+    # Lines of JSON that cannot name them need not be parsed: an escape of most letters is \uXXXX.
+    parts = {max(_ESCAPED_SHORTLY.split(name), key=len).encode("utf-8", "replace") for name in columns}
+    for _, content in rows:
+        if isinstance(content, bytes) and b"\\u" not in content and not any(part in content for part in parts):
+            continue
+        for name in absent.keys() & (_columns_in(content) or {}).keys():
+            del absent[name]
+        if not absent:
+            break
+    return absent
+
+
+def _columns_in(content: dict[str, Any] | BadRow | bytes) -> dict[str, Any] | None:
+    """The columns of a row as the file has them; None where it cannot be read."""
+    columns = RawRow(0, "row", content).given
+    return columns if isinstance(columns, dict) else None
 
 
 def _given_mapping(source: Source, path: Path, columns: Columns | None) -> tuple[bool, ColumnMapping | None]:
