@@ -90,6 +90,29 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
+# Calls are closed by the mark that their results begin with; results stand within the turn of their calls, which the
+# next answer goes on with (Gemma 4's way).
+CALLS_IN_TURN = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{- '<tool>' + tool.function.name + '</tool>\n' }}{%- endfor %}
+{%- for message in messages if message.role != 'tool' %}
+{%- if loop.first or message.role != 'assistant' or loop.previtem.role != 'assistant' %}
+{{- '<|im_start|>' + message.role + '\n' }}{%- endif %}
+{%- if message.reasoning_content and message.tool_calls %}
+{{- '[THINK]' + message.reasoning_content + '[/THINK]' }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}{%- endfor %}
+{%- set results = namespace(count=0) %}
+{%- for call in message.tool_calls or [] %}
+{%- for result in messages if result.role == 'tool' and result.tool_call_id == call.id %}
+{%- set results.count = results.count + 1 %}
+{{- '<|end|>' + result.content + '<|eot_id|>' }}{%- endfor %}{%- endfor %}
+{{- message.content | trim }}
+{%- if message.tool_calls and not results.count %}{{- '<|end|>' }}
+{%- elif message.content or not message.tool_calls %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
 RAISES = "{{ raise_exception('this template takes nothing') }}"
 
 STYLES = {

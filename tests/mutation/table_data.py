@@ -8,6 +8,7 @@ SHOWN = "data/test_shown_texts.py"
 ANSWERS = "serving/test_openai_answers.py"
 CALLS = "data/test_tool_calls.py"
 COLUMNS = "data/test_column_mapping.py"
+CLOSES = "data/test_call_terminators.py"
 TOKENIZING = "data/test_tokenizing.py"
 MUTATIONS: tuple[Mutation, ...] = (
     # -- text that a template leaves out
@@ -86,6 +87,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_columnar_rows.py",
     ),
     Mutation("data/sources.py", '.with_format("arrow")', "", "data/test_columnar_rows.py"),
+    # -- what closes an answer with calls
+    Mutation("data/chat_template.py", " or single.count(last) != double.count(last)", "", CLOSES),
+    Mutation("data/chat_template.py", 'tool_calls": [_CALL] * count}', 'tool_calls": [_CALL]}', CLOSES),
+    Mutation("data/message_spans.py", 'template.call_terminators if turn.get("tool_calls") else ', "", CLOSES),
+    Mutation("data/message_spans.py", "if is_opened and (mark", "if (mark", CLOSES),
+    Mutation("data/tokenizer.py", "self.template(tools=True).call_terminators", "()", CLOSES),
     # -- columns that come first behind the rows that are looked through
     Mutation("data/sources.py", "if absent and any(map(mapping.can_read, rows)):", "if absent:", COLUMNS),
     Mutation("data/sources.py", "if absent and any(map(mapping.can_read, rows)):", "if False:", COLUMNS),

@@ -173,6 +173,34 @@ class ChatTemplate:
         raise DataError(f"{self.name}: not even a question and its answer can be rendered: {said}") from said
 
     @cached_property
+    def call_terminators(self) -> tuple[str, ...]:
+        """The added tokens with which it closes an answer that ends the conversation with a call: `terminators`, or the
+        one that it has for calls instead.
+
+        gpt-oss closes a call with `<|call|>`, Gemma 4 with the `<|tool_response>` that its result begins with. Such a
+        token is written once, however many calls an answer has; a token of the calls is written for each.
+
+        Raises:
+            DataError: as in `terminators`.
+        """
+        if not self.terminators:
+            return ()
+        answers = ({"role": "assistant", "content": "", "tool_calls": [_CALL] * count} for count in (1, 2))
+        try:
+            single, double = (self.render([_EXCHANGE[0], answer], _TOOLS).rstrip() for answer in answers)
+        except DataError:
+            return self.terminators
+        last = next((match[0] for match in self._added.finditer(single) if match.end() == len(single)), None)
+        if (
+            last is None
+            or last in self.terminators
+            or not double.endswith(last)
+            or single.count(last) != double.count(last)
+        ):
+            return self.terminators
+        return (last,)
+
+    @cached_property
     def closing(self) -> re.Pattern[str]:
         """Matches text made of terminators and white space only."""
         return re.compile(rf"(?:\s|{_either(self.terminators).pattern})*")

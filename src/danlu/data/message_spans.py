@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from danlu.core.errors import DataError
 from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.shown_texts import LeftOut, texts_left_out
+from danlu.data.thoughts import THOUGHTS, opened_thought
 
 
 class Reason(IntEnum):
@@ -239,9 +240,9 @@ def _split_assistant_span(
 
     The second value says whether the template closes the turn with a token.
     """
-    end, last, closed = _terminator_span(text, start, stop, template)
-    mark = text.rfind(_REASONING_END, start, end)
-    reasoning_stop = mark + len(_REASONING_END) if mark >= 0 else start
+    terminators = template.call_terminators if turn.get("tool_calls") else template.terminators
+    end, last, closed = _terminator_span(text, start, stop, terminators)
+    reasoning_stop = _thought_stop(text, start, end)
     reasoning = (turn.get("reasoning_content") or "").strip()
     if reasoning_stop == start and reasoning and (place := text.find(reasoning, start, end)) >= 0:
         reasoning_stop = place + len(reasoning)
@@ -254,7 +255,18 @@ def _split_assistant_span(
     return spans, closed
 
 
-def _terminator_span(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[int, int, bool]:
+def _thought_stop(text: str, start: int, end: int) -> int:
+    """The position behind the mark that ends the thought of a turn; `start` where there is none."""
+    if (mark := text.rfind(_REASONING_END, start, end)) >= 0:
+        return mark + len(_REASONING_END)
+    for opening, closing in THOUGHTS.items():
+        is_opened = text.startswith(opening, start) or opened_thought(text[:start]) == opening
+        if is_opened and (mark := text.find(closing, start, end)) >= 0:
+            return mark + len(closing)
+    return start
+
+
+def _terminator_span(text: str, start: int, stop: int, terminators: Sequence[str]) -> tuple[int, int, bool]:
     """(start, stop) of the terminators at the end of a turn, and whether there are any.
 
     With several (Phi-3 ends a conversation with `<|end|>` and `<|endoftext|>`) they count as one, with the white space
@@ -263,7 +275,7 @@ def _terminator_span(text: str, start: int, stop: int, template: ChatTemplate) -
     first, last, position = -1, -1, stop
     while True:
         position = start + len(text[start:position].rstrip())
-        token = next((token for token in template.terminators if text.endswith(token, start, position)), None)
+        token = next((token for token in terminators if text.endswith(token, start, position)), None)
         if token is None:
             return (first, last, True) if first >= 0 else (position, stop, False)
         last = position if last < 0 else last
@@ -287,7 +299,7 @@ class SpanRenderer:
         self._by_roles: dict[tuple[tuple[str, ...], tuple[int, ...]], _RoleSequence | None] = {}
         equal, searched = template.looks_for
         self._equal = equal
-        self._searched = tuple({*searched, *template.terminators, _REASONING_END})
+        self._searched = tuple({*searched, *template.terminators, *THOUGHTS.values()})
         self._renderings = 0
 
     def annotate(

@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date as Date
 from functools import cached_property
@@ -278,11 +278,13 @@ class Tokenizer:
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Tokens at which generation stops: those that close an assistant turn in the template, and eos."""
-        try:
-            closing = self.template().terminators
-        except DataError:  # no template, or a broken one: plain text can be trained on and generated all the same
-            closing = ()
+        """Tokens at which generation stops: those that close an answer or its calls in the template, and eos."""
+        closing = list[str]()
+        # No template, or a broken one: plain text can be trained on and generated all the same.
+        with suppress(DataError):
+            closing += self.template().terminators
+        with suppress(DataError):
+            closing += self.template(tools=True).call_terminators
         ids = [self._vocabulary[token] for token in closing]
         return tuple(dict.fromkeys([*ids, *([] if self.eos_id is None else [self.eos_id])]))
 
