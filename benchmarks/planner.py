@@ -28,6 +28,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from planner.architectures import Architecture, read_architectures
@@ -35,7 +36,7 @@ from planner.baselines import Errors, Prediction, constant_mfu, rule_of_thumb
 from planner.engines import Engine, read_engines
 from planner.layouts import PlannedLayout, deepseek_hours, llama_layouts
 from planner.memory import expected_memory
-from planner.own_figures import errors, figures
+from planner.own_figures import errors, figures, host_seconds
 from planner.published_cards import card
 from planner.rows import LeftOut, PublishedRun, Row, architecture_of, read_rows
 from planner.speed import REFERENCE, Constants, Prepared, fit, leaving_out, with_factors
@@ -165,8 +166,8 @@ def print_speed(runs: list[PublishedRun]) -> None:
         table("Constants of the engine's other cards", reference, leaving_out(reference, lambda run: run.card))
         sizes = leaving_out(reference, lambda run: run.architecture.name)
         table("Constants of the engine's other sizes", reference, sizes)
-    constants = fit(reference) if reference else Constants()
-    print(f"\nConstants of {len(reference)} rows of {REFERENCE}:")
+    constants = replace(fit(reference) if reference else Constants(), call_s=host_seconds())
+    print(f"\nConstants of {len(reference)} rows of {REFERENCE}, the host's of danlu's own figures:")
     print(", ".join(f"{name} {value:.3g}" for name, value in vars(constants).items()))
     table(f"Constants of {REFERENCE}, no factor", others, [each.tokens_per_s(constants) for each in others])
     by_engine = with_factors(others, constants, lambda run: run.engine)

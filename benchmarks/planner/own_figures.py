@@ -6,6 +6,7 @@ constants describe them, not how well they foretell others.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -63,11 +64,12 @@ class Figure:
     recompute: Recompute = "none"
     compiled: bool = False
 
-    def expected(self) -> float:
-        """Tokens/s by the roofline."""
-        card = find_card(self.card)
+    def expected(self, efficiency: Efficiency | None = None) -> float:
+        """Tokens/s by the roofline; efficiency: in place of the default."""
+        card, efficiency = find_card(self.card), efficiency or Efficiency()
         assert isinstance(card, Card), card
-        efficiency = replace(Efficiency(), passes=MappingProxyType({})) if self.compiled else Efficiency()
+        if self.compiled:
+            efficiency = replace(efficiency, passes=MappingProxyType({}))
         speeds, model, tokens = CardSpeeds(card, efficiency), self.model, sum(self.lengths)
         is_full = self.training.weights
         batch = BatchShape.of_lengths(self.lengths, 2, "flash")
@@ -128,3 +130,23 @@ def _documents() -> tuple[int, ...]:
 def errors(own: Sequence[Figure]) -> list[float]:
     """Relative errors of what is expected."""
     return [figure.expected() / figure.tokens_per_s - 1 for figure in own]
+
+
+_WAITS_FOR_HOST = "58M"
+"""The model with steps that wait for the host: next to them nothing else decides how long an operator takes."""
+
+
+def host_seconds() -> float:
+    """Seconds of a host for one operator with which the median error of the figures of `_WAITS_FOR_HOST` is 0."""
+    waiting = [figure for figure in figures() if figure.name == _WAITS_FOR_HOST]
+
+    def too_fast(call_s: float) -> bool:
+        efficiency = replace(Efficiency(), call_s=call_s)
+        return statistics.median(each.expected(efficiency) / each.tokens_per_s for each in waiting) > 1
+
+    low, high = 1e-6, 1e-3
+    assert too_fast(low) and not too_fast(high), "a host takes microseconds"
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if too_fast(middle) else (low, middle)
+    return high

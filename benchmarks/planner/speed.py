@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from danlu.planning.batch_shape import BatchShape, RankShare
+from danlu.planning.batch_shape import BatchShape, ContextCut, RankShare
 from danlu.planning.cluster import Cluster
 from danlu.planning.layer_graph import LayerGraph
 from danlu.planning.layer_work import layer_work
@@ -36,8 +36,9 @@ _LOSS_BYTES, _COMPILED_LOSS_BYTES = 40, 16
 logarithms of probabilities, their gradient and its narrow copy; where they are compiled, one pass each way."""
 _FUSED_LOSS = frozenset({"llm-foundry"})
 """Engines with a kernel for the cross-entropy: llmfoundry/models/mpt/modeling_mpt.py@0085285a (fused_crossentropy)."""
-_CAST_BYTES = 5
-"""Bytes of a number that is made an 8-bit one: it is read for its scale, read again, and written."""
+_CAST_BYTES, _COMPILED_CAST_BYTES = 5, 3
+"""Bytes of a number that is made an 8-bit one: it is read for its scale, read again, and written; where they are
+compiled, the operator that makes it finds its scale."""
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, None: 4}
 """Bytes of a number; of a type that is not stated those of float32."""
 
@@ -55,7 +56,8 @@ class Constants:
     hidden: float = 0.5
     """The share of the seconds of hidden collectives by which they slow the work that hides them."""
     call_s: float = 2e-5
-    """Seconds of a host for one operator. No row of llm-foundry depends on it, so it is not fitted."""
+    """Seconds of a host for one operator. No row of llm-foundry depends on it, so it is not fitted: danlu's own figures
+    say it (`own_figures.host_seconds`)."""
 
 
 _FITTED = ("product", "narrow", "attention", "memory", "link", "hidden")
@@ -147,11 +149,13 @@ def step_work(run: PublishedRun) -> StepWork:
     """The work of one GPU: that of the first stage of a pipeline without what is outside of layers, which is shared."""
     shape, layout = run.architecture, run.layout
     is_full = run.method.kind == "full"
-    lengths = [run.length // layout.context] * run.micro_batch
+    batch = BatchShape.of_lengths([run.length // layout.context] * run.micro_batch, 2, "flash")
+    if layout.context > 1:
+        batch = replace(batch, context=ContextCut(layout.context))
     graph = LayerGraph(
         layer_of(run),
         shape.width,
-        BatchShape.of_lengths(lengths, 2, "flash"),
+        batch,
         training_of(run),
         "full" if run.recompute == "full" else "none",
         RankShare(layout.tensor),
@@ -164,11 +168,8 @@ def step_work(run: PublishedRun) -> StepWork:
         again = 1.0 if operation.recomputed else _made_again(run, operation)
         _add(micro, operation, shape.layers / layout.pipeline, again)
         if products == "fp8":
-            for each in (*operation.forward, *operation.backward_input, *operation.backward_weight):
-                if isinstance(each, Product):
-                    micro[Moved(_CAST_BYTES * (each.rows + each.outputs) * each.inputs)] += (
-                        shape.layers / layout.pipeline
-                    )
+            cast_bytes = _COMPILED_CAST_BYTES if run.compiled else _CAST_BYTES
+            micro[Moved(cast_bytes * _made_narrow(operation))] += shape.layers / layout.pipeline
     tokens = graph.batch.tokens
     vocabulary = shape.vocabulary // layout.tensor
     has_head = is_full or "head" in run.method.trained
@@ -193,6 +194,16 @@ def _made_again(run: PublishedRun, operation: OperationWork) -> float:
     if run.recompute != "selective" or operation.kind == "attention":
         return 0.0
     return 0.5 if operation.kind == "product" else 1.0
+
+
+def _made_narrow(operation: OperationWork) -> float:
+    """Numbers that become 8-bit ones: inputs and weights of a product in the forward pass, gradients and weights for
+    the gradient of its inputs, and its inputs once more for that of its weights."""
+    made = 0.0
+    for each in (*operation.forward, *operation.backward_input):
+        if isinstance(each, Product):
+            made += (each.rows + each.outputs) * each.inputs
+    return made + sum(each.outputs * each.inputs for each in operation.backward_weight if isinstance(each, Product))
 
 
 def _add(micro: dict[Primitive, float], operation: OperationWork, times: float, again: float = 0.0) -> None:
