@@ -153,12 +153,14 @@ class OutsideLayers:
 
     @property
     def until_backward(self) -> int:
-        """Bytes until the layers' backward passes begin: the final norm's input, statistics and output, the states of
-        targets, and the gradient of these; without a head the output, and its gradient.
+        """Bytes until the layers' backward passes begin: the final norm's input, statistics and output (of all tokens,
+        where ranks have their own), the states of targets, and the gradient of these; without a head the output, and
+        its gradient.
         """
         if not self.has_head:
             return 2 * self.stream
-        return self.until_next_pass + (self.stream + self._targets if self.config.task == "causal-lm" else 0)
+        entered = self.batch.tokens * self.config.hidden_size * self.batch.element_bytes
+        return self.until_next_pass + (entered + self._targets if self.config.task == "causal-lm" else 0)
 
     @property
     def until_next_pass(self) -> int:
