@@ -33,7 +33,8 @@ from danlu.assembly.frozen_base import adapter_sites
 from danlu.memory.activation_offload import ActivationOffload, offload_for
 from danlu.memory.layer_plan import LayerPlan
 from danlu.memory.recompute import describe, plan_of, unwrap_layer, wrap
-from danlu.memory.recompute_planner import fastest_plan, measure_layers
+from danlu.memory.recompute_choice import fastest_plan
+from danlu.memory.recompute_planner import measure_layers
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.families import FAMILIES

@@ -10,16 +10,11 @@ import torch
 from builders.recompute import BOUNDARIES, LAYERS, RecomputeCase, adapted, full, same, step
 
 from danlu.core.errors import RecipeError
-from danlu.memory import recompute_planner
+from danlu.memory import recompute_choice, recompute_planner
 from danlu.memory.layer_plan import KINDS, LayerPlan
 from danlu.memory.recompute import wrap
-from danlu.memory.recompute_planner import (
-    LayerCosts,
-    Option,
-    fastest_plan,
-    least_peak_bytes,
-    measure_layers,
-)
+from danlu.memory.recompute_choice import LayerCosts, Option, fastest_plan, least_peak_bytes
+from danlu.memory.recompute_planner import measure_layers
 from danlu.models.attend import PackedAttention
 
 GIB = 2**30
@@ -111,7 +106,7 @@ def test_fewer_partial_plans_give_a_plan_that_fits(monkeypatch: pytest.MonkeyPat
     costs = made_up(0, 12)
     budget = (least_peak_bytes(costs) + peak_bytes(costs, [LayerPlan(layer, "none") for layer in range(12)])) // 2
     exact = fastest_plan(costs, budget)
-    monkeypatch.setattr(recompute_planner, "_FRONTIER", 4)
+    monkeypatch.setattr(recompute_choice, "_FRONTIER", 4)
     rough = fastest_plan(costs, budget)
     assert peak_bytes(costs, rough) <= budget
     assert seconds(costs, exact) < seconds(costs, rough) < 2 * seconds(costs, exact)

@@ -97,6 +97,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_tree_runs.py",
     ),
     Mutation(
+        "planning/planned_kinds.py",
+        "options.append(Option(kind, own.kept_bytes, again))",
+        "options.append(Option(kind, graph.kept_bytes, again))",
+        "planning/test_planned_kinds.py",
+    ),
+    Mutation(
         "planning/row_batches.py",
         "least=batches._least",
         "least=2 * batches._least",
@@ -1074,7 +1080,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- memory
     Mutation(
-        "memory/recompute_planner.py",
+        "memory/recompute_choice.py",
         "if partial.kept_bytes + layer_costs.whole_bytes <= peak_bytes",
         "if partial.kept_bytes <= peak_bytes",
         "memory/test_recompute_planner.py",

@@ -16,7 +16,7 @@ from builders.tiny_world import CONFIG, tiny_world
 from danlu.adapters.adapter_config import read_adapter_config
 from danlu.assembly.recipe_adapters import trained_tokens
 from danlu.core.types import Pack, Sample
-from danlu.memory import recompute_planner
+from danlu.memory import recompute_choice, recompute_planner
 from danlu.memory.layer_plan import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
@@ -304,11 +304,11 @@ def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
         attend = PackedAttention((0, length, 2 * length))
         costs = recompute_planner.measure_layers(model, tokens, positions, attend, torch.float32)
         costs = [replace(one, options=tuple(map(as_on_an_idle_machine, one.options))) for one in costs]
-        kinds = {one.kind for one in recompute_planner.fastest_plan(costs, int(budget * 2**30))}
+        kinds = {one.kind for one in recompute_choice.fastest_plan(costs, int(budget * 2**30))}
         assert "none" in kinds and len(kinds) > 1
 
 
-def as_on_an_idle_machine(option: recompute_planner.Option) -> recompute_planner.Option:
+def as_on_an_idle_machine(option: recompute_choice.Option) -> recompute_choice.Option:
     """The bytes as measured, but no seconds: on a machine with other work to do a layer takes any time."""
     return replace(option, time_s=float(KINDS.index(option.kind)))
 

@@ -11,7 +11,7 @@ import torch
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.memory import recompute_planner
+from danlu.memory import recompute_choice, recompute_planner
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
@@ -73,7 +73,7 @@ def fastest_plan(
     costs = [each for each in costs if str(each.layer) in model.layers]
     plan: list[LayerPlan] | RecipeError
     try:
-        plan = recompute_planner.fastest_plan(costs, int(section.budget * 2**30), in_flight)
+        plan = recompute_choice.fastest_plan(costs, int(section.budget * 2**30), in_flight)
     except RecipeError as error:
         plan = error
     plans = ranks.world.all_gather_objects((ranks.pipeline.index, plan))

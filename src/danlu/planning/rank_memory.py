@@ -170,7 +170,7 @@ def stage_step(
     """
     chunks = workload.chunks(stage)
     step = chunks_step(workload, chunks, device_type, kernels, micro)
-    in_flight = _in_flight(workload.recipe.parallel.pipeline, stage)
+    in_flight = micro_batches_in_flight(workload.recipe.parallel.pipeline, stage)
     return replace(step, parts=parts, in_flight=in_flight).with_activations()
 
 
@@ -198,7 +198,7 @@ def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: K
     )
 
 
-def _in_flight(section: sections.Pipeline, stage: int) -> float:
+def micro_batches_in_flight(section: sections.Pipeline, stage: int) -> float:
     """The micro-batches that a stage keeps activations of at once, in a step that fills the pipeline."""
     if section.stages == 1:
         return 1.0

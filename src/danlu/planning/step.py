@@ -7,7 +7,7 @@ rank waits for are added to them, and those that computation hides are counted a
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -89,6 +89,11 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.workload = self.workload.dealt_to(self.layout.data)
+        if self.workload.recipe.memory.recompute.kind == "planned":
+            from danlu.planning.planned_kinds import planned_kinds
+
+            kinds = planned_kinds(self.workload, self.target.kernels, self.target.speeds)
+            self.workload = replace(self.workload, planned_kinds=kinds)
 
     def plan(self) -> StepPlan | None:
         workload, layout, recipe = self.workload, self.layout, self.workload.recipe
@@ -260,6 +265,9 @@ class _Planner:
             said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
         if self.workload.lengths.assumption:
             said.append(self.workload.lengths.assumption)
+        if kinds := self.workload.planned_kinds:
+            counts = ", ".join(f"{kind} of {count}" for kind, count in Counter(kinds).items())
+            said.append(f"memory.recompute: planned chooses by expected seconds ({counts} layers); a run measures them")
         return said
 
 

@@ -100,7 +100,7 @@ class RankModel:
 
     @classmethod
     def of(cls, workload: Workload, layout: Layout, rank: int) -> RankModel:
-        """The policy of a workload. The plan of a recipe that measures one (`recompute: planned`) counts as none."""
+        """The policy of a workload. A plan of recomputation that is still to be made counts as none."""
         chunks = workload.chunks(layout.coordinates(rank)["pipeline"])
         plan = workload.recompute(chunks) or [LayerPlan(layer, "none") for layer in chunks.local_layers]
         return cls(workload.recipe, workload.config, workload.policy, layout, rank, chunks, plan)

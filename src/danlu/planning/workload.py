@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from danlu.core.types import Role
-from danlu.memory.layer_plan import LayerPlan, plan_of_layers
+from danlu.memory.layer_plan import Kind, LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES
@@ -59,6 +59,8 @@ class Workload:
     """The lengths of drawn answers and their prompts; None: all are as long as they may be."""
     data_ranks: int = 1
     """The data ranks that rows with judged answers are dealt out to."""
+    planned_kinds: tuple[Kind, ...] = ()
+    """The kind of each layer that `memory.recompute: planned` is expected to choose (`planned_kinds`)."""
 
     @property
     def critic_tensors(self) -> tuple[ModelTensor, ...]:
@@ -113,10 +115,12 @@ class Workload:
         return Chunks.of_sizes(chunk_sizes(section, config), local)
 
     def recompute(self, chunks: Chunks) -> list[LayerPlan]:
-        """The recomputation of the layers of a stage, numbered within it; empty where layers are to be measured."""
+        """The recomputation of the layers of a stage, numbered within it; empty where a choice is still to be made."""
         section = self.recipe.memory.recompute
         if section.kind == "planned":
-            return []
+            if len(self.planned_kinds) != sum(map(len, chunks.layers)):
+                return []
+            return [LayerPlan(layer, self.planned_kinds[layer]) for layer in chunks.local_layers]
         return plan_of_layers(section, chunks.local_layers, [chunks.layers[chunk] for chunk in chunks.local])
 
 
