@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -23,7 +22,7 @@ from danlu.planning.chunk_costs import LayerTimes
 from danlu.planning.cluster import Cluster, Link
 from danlu.planning.collective_seconds import each_collective_seconds
 from danlu.planning.measured_table import Seconds
-from danlu.planning.speeds import CardSpeeds, Efficiency, Speeds
+from danlu.planning.speeds import CardSpeeds
 from danlu.planning.step import plan_step
 from danlu.planning.step_plan import StepPlan
 from danlu.planning.target import Target
@@ -85,7 +84,7 @@ def llama_layouts(configs: Path) -> Iterator[PlannedLayout]:
         }
         cluster = _cluster(entry, ranks // CARDS_OF_NODE)
         workload = _workload(configs, entry, config, parallel, row)
-        plan = _plan(workload, cluster, _speeds(entry, cluster))
+        plan = _plan(workload, cluster, entry)
         attention = 12 * len(config.layers) * config.layers[0].attention.query_width * row["length"]
         flops = 6 * config.parameter_count() + attention
         assert plan.tokens_per_s is not None, "a cluster has speeds"
@@ -108,7 +107,7 @@ def deepseek_hours(configs: Path) -> Iterator[PlannedLayout]:
     workload = _workload(configs, entry, config, parallel, entry)
     cluster = _cluster(entry, entry["nodes"])
     silent = replace(cluster, links=(Link(None, float("inf"), 0.0),))
-    plan = _plan(workload, silent, _speeds(entry, cluster))
+    plan = _plan(workload, silent, entry)
     assert plan.seconds is not None, "a cluster has speeds"
     exchanges = sum(
         each.seconds for each in each_collective_seconds(plan.worst.traffic, cluster) if each.kind == "all-to-all"
@@ -136,11 +135,6 @@ def _cluster(entry: Mapping[str, Any], nodes: int) -> Cluster:
     return replace(cluster, links=(*inside, network._replace(bytes_per_s=entry["network_gb_s"] * 1e9)))
 
 
-def _speeds(entry: Mapping[str, Any], cluster: Cluster) -> Speeds:
-    efficiency = replace(Efficiency(), passes=MappingProxyType({})) if entry["compiled"] else Efficiency()
-    return (EightBitProducts if entry.get("products") == "fp8" else CardSpeeds)(cluster.card, efficiency)
-
-
 def _workload(
     configs: Path, entry: Mapping[str, Any], config: ModelConfig, parallel: dict[str, Any], row: Mapping[str, Any]
 ) -> Workload:
@@ -163,6 +157,10 @@ def _workload(
         return read_workload(read, config, judges=False)
 
 
-def _plan(workload: Workload, cluster: Cluster, speeds: Speeds) -> StepPlan:
-    layout = layout_of(workload.recipe.parallel, cluster.ranks)
-    return plan_step(workload, layout, Target(cluster), LayerTimes(speeds))
+def _plan(workload: Workload, cluster: Cluster, entry: Mapping[str, Any]) -> StepPlan:
+    layout, target = layout_of(workload.recipe.parallel, cluster.ranks), Target(cluster)
+    speeds = target.training_speeds(compiled=entry["compiled"])  # danlu's own recipes cannot compile tensor ranks
+    assert isinstance(speeds, CardSpeeds), "the cluster is one of cards"
+    if entry.get("products") == "fp8":
+        speeds = EightBitProducts(speeds.card, speeds.efficiency)
+    return plan_step(workload, layout, target, LayerTimes(speeds))

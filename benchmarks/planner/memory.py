@@ -155,10 +155,20 @@ class _Rank:
         return _BYTES["bf16"] * (self._parameters if self._keeps_gathered else self._outer_unit + 2 * self._layer)
 
     def _own_streams(self) -> float:
-        """Bytes of the largest unit in the stream that gathers it (`reserved_streams`). `_has_gradients_before` counts
-        the stream that reduces gradients."""
-        is_apart = "gathers" in self.engine.value("reserved_streams", ()) and self._weight_ranks > 1
-        return _BYTES["bf16"] * max(self._outer_unit, self._layer) if is_apart else 0.0
+        """Bytes in the blocks of streams that communicate (`reserved_streams`): the largest unit that is gathered, and
+        under a pipeline the sharded gradients, next to the whole ones. `_has_gradients_before` counts them elsewhere.
+        """
+        streams, count = self.engine.value("reserved_streams", ()), 0.0
+        if self._weight_ranks > 1 and "gathers" in streams:
+            count += _BYTES["bf16"] * max(self._outer_unit, self._layer)
+        if self._weight_ranks > 1 and "gradients" in streams and self._keeps_whole_gradients:
+            count += self._bytes("gradients") * self.trained / self._optimizer_ranks
+        return count
+
+    @property
+    def _keeps_whole_gradients(self) -> bool:
+        """Whether gradients stay whole and float32 until a pipeline's last micro-batch."""
+        return self.engine.value("whole_gradients") == "float32" and self.run.layout.pipeline > 1
 
     @property
     def _outer_unit(self) -> float:
@@ -197,10 +207,9 @@ class _Rank:
         run = self.run
         if run.optimizer_in_backward:  # those of one parameter, of a tied head for the whole backward pass
             return self._head_gradient
-        kind = habit(run, self.engine, "whole_gradients", "none")
-        if kind == "float32" and run.layout.pipeline > 1:
-            return 4 * self._parameters
-        if kind == "all" and self._weight_ranks > 1:
+        if self._keeps_whole_gradients:
+            return _BYTES["fp32"] * self._parameters
+        if self.engine.value("whole_gradients") == "all" and self._weight_ranks > 1:
             return self._bytes("gradients") * self._parameters
         ranks = self._optimizer_ranks if self._zero is None or self._zero >= 2 else 1
         return self._bytes("gradients") * self.trained / ranks

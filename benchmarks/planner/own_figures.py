@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from danlu.planning.cards import Card, find_card
 from danlu.planning.layer_graph import TRAINED, LayerGraph, LayerTraining, LowRankAdapter, Recompute
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.primitives import PassSeconds, sum_of
-from danlu.planning.speeds import CardSpeeds, Efficiency
+from danlu.planning.speeds import COMPILED_PASSES, CardSpeeds, Efficiency
 from danlu.planning.step_work import clip_work, embedding_work, loss_work, norm_work, update_work
 from danlu.recipe import sections
 
@@ -69,7 +68,7 @@ class Figure:
         card, efficiency = find_card(self.card), efficiency or Efficiency()
         assert isinstance(card, Card), card
         if self.compiled:
-            efficiency = replace(efficiency, passes=MappingProxyType({}))
+            efficiency = replace(efficiency, passes=COMPILED_PASSES)
         speeds, model, tokens = CardSpeeds(card, efficiency), self.model, sum(self.lengths)
         is_full = self.training.weights
         batch = BatchShape.of_lengths(self.lengths, 2, "flash")

@@ -16,14 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from danlu.planning.batch_shape import BatchShape, ContextCut, RankShare
 from danlu.planning.cluster import Cluster
 from danlu.planning.layer_graph import LayerGraph
 from danlu.planning.layer_work import layer_work
 from danlu.planning.primitives import Moved, OperationWork, Primitive, Product
-from danlu.planning.speeds import EAGER_PASSES, CardSpeeds, Efficiency
+from danlu.planning.speeds import COMPILED_PASSES, EAGER_PASSES, CardSpeeds, Efficiency
 from danlu.planning.step_work import embedding_work, loss_work, norm_work
 from planner.baselines import trained_parameters
 from planner.layers import layer_of, training_of
@@ -135,7 +134,7 @@ def efficiency_of(run: PublishedRun, constants: Constants) -> Efficiency:
     """The constants as a roofline takes them; operators that are compiled, or are one kernel, go over memory once."""
     is_fused = run.compiled or run.engine == "llm-foundry"
     shares = {name: getattr(constants, name) for name in ("product", "narrow", "attention", "memory", "call_s")}
-    return Efficiency(**shares, passes=MappingProxyType({}) if is_fused else EAGER_PASSES)
+    return Efficiency(**shares, passes=COMPILED_PASSES if is_fused else EAGER_PASSES)
 
 
 def micro_batches_with_bubble(run: PublishedRun) -> float:

@@ -73,6 +73,14 @@ def test_seconds_are_those_of_operations_in_their_schedule(tiny_world: World, tm
     assert len(staged.stages) == 4 and staged.flops == alone.flops
 
 
+def test_compiled_operators_go_over_memory_once(tiny_world: World, tmp_path: Path) -> None:
+    eager, compiled = (plan_of(workload_of(tiny_world, tmp_path, compile=own), "L4-24G") for own in (False, True))
+    assert eager.seconds is not None and compiled.seconds is not None
+    assert compiled.seconds.compute["norm"] < eager.seconds.compute["norm"]
+    assert compiled.seconds.compute["product"] == eager.seconds.compute["product"], "control: no product is fused"
+    assert compiled.seconds.total < eager.seconds.total
+
+
 def test_seconds_of_collectives_are_waited_for_or_hidden(tiny_world: World, tmp_path: Path) -> None:
     parallel = {"tensor": 2, "shard": "zero3"}
     workload = workload_of(tiny_world, tmp_path, parallel=parallel)

@@ -184,12 +184,13 @@ def search(workload: Workload, space: Space, target: Target, top: int = 10) -> l
 
     Raises RecipeError where no speeds are known, and where nothing fits.
     """
-    if target.speeds is None:
+    speeds = target.training_speeds(compiled=workload.recipe.compile)
+    if speeds is None:
         raise RecipeError(
             "a search compares seconds, and the speed of this machine is not known. Run danlu bench machine, or name a "
             "cluster with --on"
         )
-    times = LayerTimes(target.speeds)
+    times = LayerTimes(speeds)
     bounds, memory = Bounds(workload, target, times), LeastMemory(workload, target)
     # A choice waits by its quick bound, then by the close one of its schedule, and is planned when it comes up again.
     waiting = [(bounds.quick(choice), choice, False) for choice in space.choices(workload, target.cluster.ranks)]

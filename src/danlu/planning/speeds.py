@@ -125,6 +125,8 @@ EAGER_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType(
 )
 """Bytes that danlu's operators read and write one after the other, over those of one pass that reads and writes each
 tensor once: by operation and whether it is of half precision. Counted from `models.ops`."""
+COMPILED_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType({})
+"""The same of compiled operators: one pass."""
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,9 @@ class _Planner:
 
     def plan(self) -> StepPlan | None:
         workload, layout, recipe = self.workload, self.layout, self.workload.recipe
-        if self.times is None and self.target.speeds is not None:
-            self.times = LayerTimes(self.target.speeds)
+        speeds = self.target.training_speeds(compiled=recipe.compile)
+        if self.times is None and speeds is not None:
+            self.times = LayerTimes(speeds)
         micro = self.micro or micro_batch(workload, layout, self.target)
         micro_batches = workload.micro_batches(micro, layout.data)[1]
         stages = range(layout.pipeline)

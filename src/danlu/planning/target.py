@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from danlu.planning.batch_shape import Kernels
 from danlu.planning.cluster import Cluster
 from danlu.planning.machine_profile import MachineProfile
-from danlu.planning.speeds import CardSpeeds, ProfileSpeeds, Speeds
+from danlu.planning.speeds import COMPILED_PASSES, CardSpeeds, ProfileSpeeds, Speeds
 
 CPU = "CPU"
 """The name of a card that is a CPU's processors (`Cluster.here`)."""
@@ -40,6 +40,14 @@ class Target:
         if self.profile is not None:
             return ProfileSpeeds(self.profile)
         return None if self.cluster.card.bandwidth is None else CardSpeeds(self.cluster.card)
+
+    def training_speeds(self, *, compiled: bool) -> Speeds | None:
+        """The speeds of training steps. compiled: whether a card's operators are (`compile`); those that were measured
+        are not."""
+        speeds = self.speeds
+        if not compiled or not isinstance(speeds, CardSpeeds):
+            return speeds
+        return replace(speeds, efficiency=replace(speeds.efficiency, passes=COMPILED_PASSES))
 
     @property
     def links(self) -> Cluster | MachineProfile:
