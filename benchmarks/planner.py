@@ -75,6 +75,7 @@ def main() -> int:
         print_speed(runs)
         return 0
     if options.memory:
+        list_rows(rows, ("memory",))
         print_memory(runs, {engine.name: engine for engine in engines.values()}, each=options.each)
         return 0
     list_rows(rows)
@@ -85,9 +86,16 @@ def main() -> int:
     return 0
 
 
-def list_rows(rows: list[Row]) -> None:
+_LEFT_OUT: Mapping[str, Callable[[Row], LeftOut | None]] = {
+    "memory": lambda row: row.memory_left_out,
+    "speed": lambda row: row.speed_left_out,
+}
+
+
+def list_rows(rows: list[Row], of: Iterable[str] = ("memory", "speed")) -> None:
     """Prints rows by source: how many count for memory and for speed, and the reasons of those that do not."""
-    for what, reason_of in (("memory", lambda row: row.memory_left_out), ("speed", lambda row: row.speed_left_out)):
+    for what in of:
+        reason_of = _LEFT_OUT[what]
         candidates = [row for row in rows if reason_of(row) is not LeftOut.NO_FIGURE]
         used = sum(reason_of(row) is None for row in candidates)
         print(f"\n## {what}: {used} of {len(candidates)} rows count\n")
@@ -122,7 +130,7 @@ def print_memory(runs: list[PublishedRun], engines: Mapping[str, Engine], *, eac
     """Prints the errors of danlu's memory and of the rule of thumb; each: every row first, by part in GiB."""
     expected = {run.id: expected_memory(run, engines[run.engine]) for run in runs if run.memory_left_out is None}
     if each:
-        print("| row | engine | model | method | length | GiB | expected | error | moment | GiB by part |")
+        print("\n| row | engine | model | method | length | GiB | expected | error | moment | GiB by part |")
         print("|---|---|---|---|---|---|---|---|---|---|")
     for run in runs if each else ():
         if run.memory is not None and run.id in expected:
