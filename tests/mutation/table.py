@@ -79,6 +79,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="own_device",
     ),
     Mutation(
+        "planning/target.py",
+        "if not compiled or not isinstance(speeds, CardSpeeds):",
+        "if not isinstance(speeds, CardSpeeds):",
+        "planning/test_step.py",
+        only="compiled_operators",
+    ),
+    Mutation(
         "planning/layer_graph.py",
         "            kept.names -= made_again",
         "            break",
