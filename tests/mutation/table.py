@@ -104,6 +104,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_tree_runs.py",
     ),
     Mutation(
+        "planning/layer_memory.py",
+        "return (again + (mask > 0)) * graph.bytes_of(operation.reads[0]) + mask",
+        "return mask",
+        "planning/test_layer_memory.py",
+        only="mask",
+    ),
+    Mutation(
         "planning/planned_kinds.py",
         "options.append(Option(kind, own.kept_bytes, again))",
         "options.append(Option(kind, graph.kept_bytes, again))",

@@ -8,15 +8,19 @@ import pytest
 import torch
 from builders.peak_memory import peak_in
 from builders.small_layers import recomputed, small_decoder
+from builders.tiny_adapters import adapter_set
 from torch import Tensor
 
+from danlu.adapters.dropout import DropoutState
 from danlu.memory.layer_plan import Kind
 from danlu.models.attend import PackedAttention
+from danlu.models.config import is_matrix
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.objectives.loss_memory import workspace_bytes
-from danlu.planning.batch_shape import BatchShape
-from danlu.planning.layer_graph import TRAINED, LayerGraph
+from danlu.planning.batch_shape import BatchShape, RankShare
+from danlu.planning.layer_graph import TRAINED, LayerGraph, LayerTraining, LowRankAdapter
 from danlu.planning.layer_memory import LayerMemory
+from danlu.recipe import sections
 
 LENGTHS = (256, 256, 256, 256)
 
@@ -72,12 +76,60 @@ ROWS: list[tuple[str | None, str | None, Kind, str, float]] = [
 ]
 
 
+def test_a_layer_that_runs_once_more_keeps_the_tokens_that_enter_its_sublayers() -> None:
+    """Under sequence parallelism; a layer that keeps its values gathers them again (`memory.recompute`)."""
+    spec, share = small_decoder(None, None, 1).config.layers[0], RankShare(2, sequence=True)
+    batch = BatchShape.of_lengths(LENGTHS, 4)
+    full = LayerMemory(LayerGraph(spec, 128, batch, recompute="full", share=share))
+    again = LayerMemory(LayerGraph(spec, 128, batch, share=share, gathers_again=False))
+    gathering = LayerMemory(LayerGraph(spec, 128, batch, share=share))
+    assert full.backward == again.backward
+    entered = full.graph.bytes_of("mlp.input")
+    assert again.kept - gathering.kept == 2 * (entered - full.graph.bytes_of("mlp.normed")) > 0
+
+
 @pytest.mark.parametrize(("mixer", "feed", "recompute", "dtype", "tolerance"), ROWS)
 def test_the_peak_of_a_layer_is_predicted(
     mixer: str | None, feed: str | None, recompute: Kind, dtype: str, tolerance: float
 ) -> None:
     measured, predicted = peaks(mixer, feed, recompute, getattr(torch, dtype))
     assert abs(predicted / measured - 1) <= tolerance, f"{predicted / measured:.3f}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_of_an_adapter_s_dropout_is_predicted(dtype: torch.dtype) -> None:
+    """An adapter of down_proj makes its wide input again, and draws a mask as wide."""
+    model, lengths = small_decoder(None, None, layers=1), list(LENGTHS)
+    state = DropoutState(0)
+    adapters = adapter_set(model, dropout_state=state)
+    adapters.add("a", sections.Lora(rank=4, targets=["down_proj"], dropout=0.1))
+    adapters.train_only("a")
+    state.begin(1, list(enumerate(lengths)))
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and is_matrix(name, parameter.ndim):
+            parameter.data = parameter.data.to(dtype)
+    boundaries = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
+    rotations = model.rotations(torch.cat([torch.arange(length) for length in lengths]), dtype)
+    x = torch.randn(sum(lengths), 128, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+
+    def step() -> None:
+        loss: Tensor = Ones.apply(model.layers["0"](x, rotations, PackedAttention(boundaries)))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    step()
+    x.grad = None
+    measured = peak_in(step)
+
+    def predicted(*, drops_out: bool) -> int:
+        adapter = LowRankAdapter(4, drops_out=drops_out)
+        training = LayerTraining(False, (("mlp.down_proj", adapter),))
+        batch = BatchShape.of_lengths(lengths, dtype.itemsize)
+        memory = LayerMemory(LayerGraph(model.config.layers[0], 128, batch, training))
+        return max(memory.forward, memory.backward - memory.graph.bytes_of("x"))
+
+    expected = predicted(drops_out=True)
+    assert abs(expected / measured - 1) <= 0.05, f"{expected / measured:.3f}"
+    assert predicted(drops_out=False) < 0.9 * measured  # control
 
 
 def test_an_offload_brings_back_what_one_operation_needs() -> None:

@@ -122,6 +122,25 @@ def test_a_frozen_layer_has_the_gradients_of_its_inputs_alone() -> None:
     assert layer_seconds(replace(graph, training=magnitudes), SPEEDS).forward > one.forward
 
 
+def test_an_adapter_makes_its_wide_input_again_and_draws_the_mask_of_its_dropout() -> None:
+    """In three passes: forward, for the gradient of A, and for that of x."""
+
+    def moved(product: str, *, drops_out: bool = False) -> tuple[float, ...]:
+        training = LayerTraining(False, ((product, LowRankAdapter(8, drops_out=drops_out)),))
+        (work,) = (each for each in layer_work(replace(graph_of(), training=training)) if each.name == product)
+        passes = (work.forward, work.backward_input, work.backward_weight)
+        return tuple(sum(each.bytes * each.passes for each in own if isinstance(each, Moved)) for own in passes)
+
+    graph = graph_of()
+    for product, value in (("attention.q_proj", "attention.normed"), ("mlp.down_proj", "mlp.activated")):
+        with_mask, without = moved(product, drops_out=True), moved(product)
+        more = [own - plain for own, plain in zip(with_mask, without, strict=True)]
+        assert more == [pytest.approx(2 * (13 + 2) * graph.bytes_of(value))] * 3
+    (activation,) = (each for each in layer_work(graph) if each.name == "mlp.gated_activation")
+    again = moved("mlp.down_proj")[2] - sum(each.bytes for each in activation.forward if isinstance(each, Moved))
+    assert 0 <= again < moved("mlp.down_proj")[2] / 2
+
+
 def test_recomputed_functions_run_again() -> None:
     graph = graph_of()
     seconds = {kind: layer_seconds(replace(graph, recompute=kind), SPEEDS) for kind in ("none", "full")}

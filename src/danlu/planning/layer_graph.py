@@ -34,6 +34,8 @@ class LowRankAdapter:
     has_magnitude: bool = False
     """DoRA: the output is kept for the gradient of the magnitude."""
     trains_a: bool = True
+    drops_out: bool = False
+    """Whether numbers of its input are zeroed, by a mask that each pass draws again (`adapters.dropout`)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ class LayerGraph:
     training: LayerTraining = TRAINED
     recompute: Recompute = "none"
     share: RankShare = WHOLE
+    gathers_again: bool = True
+    """Whether tokens that enter a sublayer are gathered once more in the backward pass, under sequence parallelism;
+    a whole layer that runs once more keeps them from then on."""
 
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
@@ -231,7 +236,7 @@ class LayerGraph:
     def region(self, operation: Operation) -> str | None:
         """The recomputed function that an operation is a part of."""
         if operation.name.endswith(f".{ENTER}"):
-            return operation.name if self.share.sequence else None
+            return operation.name if self.share.sequence and self.gathers_again else None
         match self.recompute:
             case "elementwise":
                 return operation.elementwise
@@ -285,11 +290,17 @@ class LayerGraph:
 
     def _input_of_adapter(self, operation: Operation) -> tuple[str, ...]:
         """The input of a product with an adapter, or what it is made from again (`gated_activation`)."""
-        if operation.name.endswith("down_proj"):
-            for maker in self.operations:
-                if operation.reads[0] in {value.name for value in maker.makes}:
-                    return maker.reads
-        return operation.reads
+        maker = self.maker_of_adapter_s_input(operation)
+        return operation.reads if maker is None else maker.reads
+
+    def maker_of_adapter_s_input(self, operation: Operation) -> Operation | None:
+        """The operation that makes the input of a product's adapter once more in the backward pass; None: it is
+        kept."""
+        adapter = self.training.adapter_of(operation.name)
+        if adapter is None or not adapter.trains_a or not operation.name.endswith("down_proj"):
+            return None
+        makers = (each for each in self.operations if operation.reads[0] in {value.name for value in each.makes})
+        return next(makers, None)
 
     def unnamed(self, operation: Operation) -> tuple[int, int]:
         """(elements in the type of activations, float32 elements) that an operation keeps besides named values."""

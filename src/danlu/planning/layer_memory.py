@@ -20,6 +20,7 @@ from danlu.planning.attention_memory import attention_temporaries
 from danlu.planning.layer_graph import LayerGraph
 
 _FLOAT32 = 4
+_INT32 = 4
 
 
 class PassBytes(NamedTuple):
@@ -133,7 +134,7 @@ def _forward_temporaries(graph: LayerGraph, operation: Operation) -> int:
     wide = output // graph.batch.element_bytes * _FLOAT32
     match operation.kind:
         case "product" | "grouped":
-            return _narrow_weight(graph, operation)
+            return _narrow_weight(graph, operation) + _mask_bytes(graph, operation)
         case "norm":  # the squares of rows, and rows that are normed and not scaled; of half precision, rows in float32
             return 3 * wide if is_half else 2 * output
         case "attention" | "scan":
@@ -151,8 +152,24 @@ def _narrow_weight(graph: LayerGraph, operation: Operation) -> int:
     return math.prod(operation.weights[0][1][-2:]) // shares * graph.batch.element_bytes
 
 
+def _mask_bytes(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes of the integers that the mask of an adapter's dropout is made of, each in three steps at a time."""
+    adapter = graph.training.adapter_of(operation.name)
+    if adapter is None or not adapter.drops_out:
+        return 0
+    return 3 * _INT32 * graph.bytes_of(operation.reads[0]) // graph.batch.element_bytes
+
+
+def _adapter_temporaries(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes in the backward pass of a product's adapter: its input, where that is made again, and dropout's mask with
+    the gradient through the low-rank path."""
+    again = graph.maker_of_adapter_s_input(operation) is not None
+    mask = _mask_bytes(graph, operation)
+    return (again + (mask > 0)) * graph.bytes_of(operation.reads[0]) + mask
+
+
 def _put_off(graph: LayerGraph) -> Iterator[PutOff]:
-    graph = replace(graph, recompute="none") if graph.recompute == "full" else graph
+    graph = replace(graph, recompute="none", gathers_again=False) if graph.recompute == "full" else graph
     operations = [each for each in reversed(graph.with_backward) if _is_put_off(graph, each)]
     for index, operation in enumerate(operations):
         later = set[str]().union(*(_waiting_for(graph, each) for each in operations[index + 1 :]))
@@ -191,7 +208,7 @@ def _backward_peak(
 
     if graph.recompute == "full":  # its forward pass runs again, and keeps everything
         kept = graph.kept_bytes
-        graph = replace(graph, recompute="none")
+        graph = replace(graph, recompute="none", gathers_again=False)
         reach(kept + _forward_peak(graph) + graph.bytes_of(graph.output))
         is_offloaded = False
     live = {name: graph.bytes_of(name) for name in (graph.kept.names | {"x"}) - OF_OTHERS}
@@ -256,7 +273,7 @@ def _backward_temporaries(graph: LayerGraph, operation: Operation) -> int:
     wide = output // graph.batch.element_bytes * _FLOAT32
     match operation.kind:
         case "product" | "grouped":  # the weight in half precision; then its gradient in half precision
-            return _narrow_weight(graph, operation)
+            return _narrow_weight(graph, operation) + _adapter_temporaries(graph, operation)
         case "norm":
             return 4 * wide if is_half else 2 * output
         case "attention" | "scan":

@@ -31,7 +31,10 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
             rank = by_pattern(site, getattr(section, "rank_pattern", {}), getattr(section, "rank", 1))
             name = site.name.partition(".")[2].partition(".")[2]
             adapters[site.layer][name] = LowRankAdapter(
-                rank, isinstance(section, sections.Dora), not getattr(section, "freeze_a", False)
+                rank,
+                isinstance(section, sections.Dora),
+                not getattr(section, "freeze_a", False),
+                drops_out=recipe.drops_out and getattr(section, "dropout", 0.0) > 0,
             )
     training, with_gradient = [], not _has_targets(section)
     for own in adapters.values():

@@ -24,6 +24,8 @@ from danlu.planning.primitives import Attention, Dequantized, Grouped, Moved, Op
 _FLOAT32 = 4
 _ROTATION_PASSES = 6
 """x cos, the halves changed round (three), their product with sin, and the sum (`models.ops._rotate`)."""
+_MASK_PASSES = 13
+"""Passes over int32 in which the mask of a dropout is drawn: shifts, masks, exclusive ors and two products."""
 _ORDER = Moved(8 * 12, passes=25)
 """Passes over a token's expert while it is sorted: 90 to 140 ns on a Zen 4, as long as copies of 2.4 KB."""
 _CHOICE_PASSES = {"cpu": 60, "flash": 6, "document": 6}
@@ -184,13 +186,34 @@ class _LayerWork:
         """A x of all adapters that share x, of which this is one's part; B of it added to the output."""
         outputs, inputs = self.shape(operation)
         together = self.rank_of_call(operation)
-        yield Product(self.tokens, together, inputs, self.streamed, adapter.rank / together, is_model=False)
+        share = adapter.rank / together
+        yield from self.joined_factors(adapter, outputs, inputs, together)
+        yield from self.dropout(operation, adapter, share)
+        yield Product(self.tokens, together, inputs, self.streamed, share, is_model=False)
         yield Product(self.tokens, outputs, adapter.rank, self.streamed, is_model=False)
         yield Moved(self.tokens * outputs * self.element, "copy", self.streamed)
         if adapter.has_magnitude:  # the norms of W + s B A, and rows of W that are scaled
             yield Product(outputs, adapter.rank, inputs, self.streamed, is_model=False)
             yield Product(outputs, adapter.rank, adapter.rank, "fp32", is_model=False)
             yield Moved(2 * outputs * inputs * self.element)
+
+    def joined_factors(self, adapter: LowRankAdapter, outputs: int, inputs: int, together: int) -> Iterator[Moved]:
+        """A of all adapters of a call, one under the other, and B times the scale, in the type of activations."""
+        if together > adapter.rank:
+            yield Moved(2 * _FLOAT32 * adapter.rank * inputs)
+        yield Moved(2 * _FLOAT32 * adapter.rank * outputs)
+        if self.graph.batch.is_half:
+            yield Moved((_FLOAT32 + self.element) * adapter.rank * (inputs + outputs))
+
+    def dropout(self, operation: Operation, adapter: LowRankAdapter, share: float) -> Iterator[Moved]:
+        """The mask of an adapter's input, which is drawn by integer arithmetic, and its product with that.
+
+        share: of the adapter in a mask that several have together.
+        """
+        if adapter.drops_out:
+            narrow = self.bytes_of(operation.reads[0])
+            yield Moved(2 * _FLOAT32 * narrow / self.element, passes=_MASK_PASSES * share)
+            yield Moved(2 * narrow, "copy", self.streamed, 2 * share)
 
     def rank_of_call(self, operation: Operation) -> int:
         """The ranks of all adapters on the products that share an input."""
@@ -239,9 +262,13 @@ class _LayerWork:
                 yield Grouped(count, rows, inputs, rank, self.streamed, is_model=False)
                 yield Moved(3 * count * rows * inputs * self.element, "add", self.streamed)
             return
+        together = self.rank_of_call(operation)
+        yield Moved(2 * _FLOAT32 * outputs * rank)  # B times the scale
         yield Product(rows, rank, outputs, self.streamed, is_model=False)
+        yield Moved(2 * rows * rank * self.element, "copy", self.streamed)  # into the columns of all adapters of a call
         if has_input:
-            together = self.rank_of_call(operation)
+            yield from self.joined_factors(adapter, 0, inputs, together)
+            yield from self.dropout(operation, adapter, rank / together)
             yield Product(rows, inputs, together, self.streamed, rank / together, is_model=False)
         if adapter.has_magnitude:
             yield Moved(2 * rows * outputs * self.element)
@@ -265,6 +292,11 @@ class _LayerWork:
         adapter = self.graph.training.adapter_of(operation.name)
         if adapter is None:
             return
+        if not is_grouped and adapter.trains_a:
+            if (maker := self.graph.maker_of_adapter_s_input(operation)) is not None:
+                yield from self.forward(maker)
+            yield from self.dropout(operation, adapter, adapter.rank / self.rank_of_call(operation))
+        yield Moved(2 * _FLOAT32 * outputs * adapter.rank)  # B's gradient times the scale
         for n, k in ((outputs, adapter.rank), (inputs, adapter.rank if adapter.trains_a else 0)):
             if is_grouped and k:
                 yield Grouped(count, k, n, rows, self.streamed, is_model=False)
