@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from builders.rollout_servers import VLLM
 from builders.tiny_world import World, danlu, metrics
 from test_rl_runs import recipe_file
+from transformers import AutoTokenizer
+
+from danlu.models.loading import load
 
 pytestmark = [pytest.mark.usefixtures("module_tokenises_here"), pytest.mark.end_to_end]
 pytest.importorskip("llguidance")
@@ -51,10 +56,40 @@ def test_forms_that_are_refused(tiny_world: World, tmp_path: Path, capsys: pytes
         assert danlu("train", recipe_file(tiny_world, folder, rollout={"format": form, "max_new_tokens": 6})) != 0
         assert message in " ".join(capsys.readouterr().err.split()), form
         assert not (folder / "metrics.jsonl").exists()
-    served = {"format": FORM, "max_new_tokens": 6, "engine": "vllm", "url": "http://127.0.0.1:1"}
-    assert danlu("train", recipe_file(tiny_world, tmp_path / "served", rollout=served)) != 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "vllm does not say which tokens a form has left to choose from, which training needs" in said
+
+
+def test_answers_of_vllm_have_the_form_and_the_trainer_their_probabilities(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in, with the tokens that the form left computed here. Controls: training without them, and a server that
+    leaves others."""
+
+    def trained(name: str, **settings: Any) -> int:
+        server = VLLM(load(tiny_world.base), tokenizer=tiny_world.base, context=64, **settings)
+        rollout = {"samples": 4, "max_new_tokens": 12, "format": FORM, "engine": "vllm", "url": server.url}
+        try:
+            return danlu("train", recipe_file(tiny_world, tmp_path / name, rollout=rollout, steps=2))
+        finally:
+            server.close()
+
+    def gaps(name: str) -> list[float]:
+        return [row["gap"] for row in metrics(tmp_path / name) if "gap" in row]
+
+    assert trained("run") == 0
+    assert len(gaps("run")) == 2 and max(gaps("run")) < 1e-4
+    lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    texts = [answer["text"] for line in lines for answer in json.loads(line)["answers"]]
+    assert len(texts) == 32 and all(re.fullmatch(FORM["regex"], text) for text in texts)
+    capsys.readouterr()
+    vocabulary = AutoTokenizer.from_pretrained(tiny_world.base).get_vocab()
+    assert trained("fewer", faults={"left_out": (vocabulary["a"],)}) != 0
+    assert "canary: answers in rollout.format have log-probabilities that differ" in capsys.readouterr().err
+    assert trained("other", structured_outputs={"backend": "xgrammar"}) != 0
+    assert "--structured-outputs-config.backend guidance, which is llguidance" in capsys.readouterr().err
+    assert not gaps("fewer") and not gaps("other")
+    monkeypatch.setattr("danlu.rl.experience.with_supports", lambda items, completions: list(items))
+    assert trained("whole") == 0
+    assert min(gaps("whole")) > 1
 
 
 def test_what_a_function_logs_is_in_the_run(tiny_world: World, tmp_path: Path) -> None:

@@ -56,7 +56,13 @@ def hand_over_of(route: str, model: Decoder, folder: Path) -> HandOver:
 
 @contextmanager
 def serving(
-    kind: str, model: Decoder, *, hand_over: HandOver | None = None, decode: Any = None, **settings: Any
+    kind: str,
+    model: Decoder,
+    *,
+    hand_over: HandOver | None = None,
+    decode: Any = None,
+    grammars: Any = None,
+    **settings: Any,
 ) -> Iterator[tuple[HTTPEngine, StandIn]]:
     """An engine and the stand-in behind it, which serves `model` itself; settings are of both."""
     options = {name: settings.pop(name) for name in ("reconnect_s", "connections") if name in settings}
@@ -64,7 +70,8 @@ def serving(
     engine = None
     try:
         options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, **{"reconnect_s": 0.2, **options})
-        engine = HTTPEngine(servers_of(kind, options), options, model.config, hand_over=hand_over, decode=decode)
+        servers = servers_of(kind, options)
+        engine = HTTPEngine(servers, options, model.config, hand_over=hand_over, decode=decode, grammars=grammars)
         yield engine, stand_in
     finally:
         stand_in.answer_gate.set()

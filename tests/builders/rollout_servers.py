@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from builders.served_model import Faults, ServedModel
+from builders.served_model import Faults, GrammarMatcher, ServedModel
 from danlu.models.decoder import Decoder
 from danlu.parallel.external_group import TorchGroup
 
@@ -76,6 +76,9 @@ class StandIn:
         if path not in routes:
             raise Refusal(404, "Not Found")
         return routes[path](body, query)
+
+    def matcher(self, grammar: str | None) -> GrammarMatcher | None:
+        return None if grammar is None else GrammarMatcher(self.settings["tokenizer"], self.vocab_size, grammar)
 
     def check_alive(self) -> None:
         """Breaks the connection where the server has died."""
@@ -137,7 +140,7 @@ def spans(labels: list[str]) -> list[dict[str, Any]]:
 
 
 class VLLM(StandIn):
-    """settings: version, logprobs_mode, dev_mode, context."""
+    """settings: version, logprobs_mode, dev_mode, context, tokenizer (a folder), structured_outputs (its settings)."""
 
     def routes(self) -> dict[str, Callable[[Any, dict[str, str]], Any]]:
         served = self.served
@@ -152,8 +155,11 @@ class VLLM(StandIn):
         if not self.settings.get("dev_mode", True):
             return routes
         mode = self.settings.get("logprobs_mode", "raw_logprobs")
+        forms = {"backend": "guidance", "reasoning_parser": "", "enable_in_reasoning": False}
+        forms |= self.settings.get("structured_outputs", {})
+        config = {"model_config": {"logprobs_mode": mode}, "structured_outputs_config": forms}
         return routes | {
-            "/server_info": lambda body, query: {"vllm_config": {"model_config": {"logprobs_mode": mode}}},
+            "/server_info": lambda body, query: {"vllm_config": config},
             "/pause": lambda body, query: served.pause(query.get("mode", "abort")),
             "/resume": lambda body, query: served.resume(),
             "/is_paused": lambda body, query: {"is_paused": served.paused},
@@ -213,6 +219,7 @@ class VLLM(StandIn):
             allowed=body.get("allowed_token_ids"),
             bias=body.get("logit_bias") or {},
             adapter=adapter,
+            matcher=self.matcher((body.get("structured_outputs") or {}).get("grammar")),
         )
         self.survive("request_id" in body)
         raw = self.settings.get("logprobs_mode", "raw_logprobs") == "raw_logprobs"
@@ -257,11 +264,13 @@ def open_gloo_group(address: str, world_size: int) -> tuple[dict[str, Any], Call
 
 
 class SGLang(StandIn):
-    """settings: version, original_logprobs, context."""
+    """settings: version, original_logprobs, context, tokenizer (a folder), grammar_backend, reasoning_parser."""
 
     def routes(self) -> dict[str, Callable[[Any, dict[str, str]], Any]]:
         served = self.served
         info = {"version": self.settings.get("version", "0.5.23"), "tp_size": 1, "dp_size": 1, "pp_size": 1}
+        info["grammar_backend"] = self.settings.get("grammar_backend", "llguidance")
+        info["reasoning_parser"] = self.settings.get("reasoning_parser")
         return {
             "/server_info": lambda body, query: info,
             "/model_info": lambda body, query: {"weight_version": served.label},
@@ -322,6 +331,7 @@ class SGLang(StandIn):
             seed=sampling.get("sampling_seed", 42),
             stop_ids=sampling.get("stop_token_ids", ()),
             adapter=adapter,
+            matcher=self.matcher(sampling.get("ebnf")),
         )
         self.survive("rid" in body)
         rows = answer.logprobs if self.settings.get("original_logprobs") else answer.scaled

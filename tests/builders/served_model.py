@@ -8,13 +8,16 @@ that one which is not dropped keeps answering with old weights.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,6 +41,43 @@ class Faults:
     transposed: tuple[str, ...] = ()  # square ones that updates turn
     keeps_prefix_cache: bool = False
     ignores_adapters: bool = False
+    allowed_beside: tuple[int, ...] = ()  # tokens that grammars allow everywhere, without being read by them
+    left_out: tuple[int, ...] = ()  # tokens that grammars leave out
+
+
+class GrammarMatcher:
+    """One answer's grammar, as the servers have llguidance read it: ended by eos_token alone."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, text: str) -> None:
+        import llguidance
+
+        tokens = _grammar_tokens(tokenizer, vocab_size)
+        self._matcher = llguidance.LLMatcher(tokens, llguidance.grammar_from("grammar", text))
+        assert not self._matcher.is_error(), self._matcher.get_error()
+
+    def masked(self, logits: Tensor, faults: Faults) -> Tensor:
+        bits = torch.tensor(list(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)[: len(logits)].bool()
+        left = allowed.clone()
+        left[list(faults.left_out)] = False
+        if left.any():
+            allowed = left
+        allowed[list(faults.allowed_beside)] = True
+        return logits.masked_fill(~allowed, float("-inf"))
+
+    def accept(self, token: int, faults: Faults) -> None:
+        if token not in faults.allowed_beside and not self._matcher.is_stopped():
+            assert self._matcher.consume_token(token)
+
+
+@cache
+def _grammar_tokens(tokenizer: Path, vocab_size: int) -> Any:
+    import llguidance
+
+    end = json.loads((tokenizer / "tokenizer_config.json").read_text())["eos_token"]
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    end_id = backend.token_to_id(end if isinstance(end, str) else end["content"])
+    return llguidance.LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=end_id)
 
 
 @dataclass
@@ -85,8 +125,9 @@ class ServedModel:
         allowed: Sequence[int] | None = None,
         bias: Mapping[str, float] = NO_BIAS,
         adapter: str | None = None,
+        matcher: GrammarMatcher | None = None,
     ) -> Generation:
-        """An answer, complete or aborted."""
+        """An answer, complete or aborted. matcher: all log-probabilities are among the tokens that it allows."""
         answer = Generation()
         with self.lock:
             while self.paused:
@@ -102,6 +143,8 @@ class ServedModel:
                     answer.finish = "abort"
                     break
                 logits = self._logits((*prompt, *answer.tokens), adapter)
+                if matcher is not None:
+                    logits = matcher.masked(logits, self.faults)
                 scaled = logits / (temperature or 1.0)
                 left = filtered(scaled, top_k, top_p)
                 for biased, amount in bias.items():
@@ -115,6 +158,8 @@ class ServedModel:
                     left.argmax() if temperature == 0 else torch.multinomial(probabilities, 1, generator=generator)
                 )
                 answer.tokens.append(token)
+                if matcher is not None:
+                    matcher.accept(token, self.faults)
                 answer.logprobs.append(logits.log_softmax(-1))
                 answer.scaled.append(scaled.log_softmax(-1))
                 answer.drawn.append(left.log_softmax(-1))

@@ -71,7 +71,8 @@ def served(file: str, ranks: Ranks | None = None, **faults: Any) -> Iterator[Ser
     if ranks.leads:
         assert recipe.model.path is not None
         base = load_model(recipe.model.path)
-        stand_in = KINDS[recipe.rollout.engine](base, faults=faults, context=config_of(recipe).context_length)
+        settings = {"context": config_of(recipe).context_length, "tokenizer": Path(recipe.model.path)}
+        stand_in = KINDS[recipe.rollout.engine](base, faults=faults, **settings)
     (url, *_) = ranks.world.all_gather_bytes(b"" if stand_in is None else stand_in.url.encode())
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"url": url.decode()})})
     engine: RolloutEngine | None = None

@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from danlu.core.http_client import HTTPClient
 
-START_S = 300.0
+START_S = 900.0
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,12 +52,15 @@ class VLLMProcess:
             )
         client, deadline = HTTPClient(self.url, 30.0), time.monotonic() + START_S
         while not client.wait_until_healthy(2.0):
-            text = self.log.read_text(errors="replace")[-3000:]
-            assert self.process.poll() is None and time.monotonic() < deadline, f"vLLM did not start:\n{text}"
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.end()
+                text = self.log.read_text(errors="replace")[-3000:]
+                raise AssertionError(f"vLLM did not start:\n{text}")
 
     def end(self) -> None:
         """Kills the server and its workers."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None

@@ -5,6 +5,42 @@ from __future__ import annotations
 from mutation.table import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- the tokens that a form left to vLLM and SGLang
+    Mutation(
+        "remote_engines/http_engine.py",
+        "                answer.begin_again()  # such",
+        "                pass  # such",
+        "remote_engines/test_grammars.py",
+        only="begins_again",
+    ),
+    Mutation(
+        "inference/token_masks.py",
+        "        if support is not None and token not in support:",
+        "        if False:",
+        "remote_engines/test_grammars.py",
+        only="does_not_allow_ends_the_run",
+    ),
+    Mutation(
+        "remote_engines/http_engine.py",
+        "            self._shared_grammars = grammars.ended_by_eos() if self.recomputes_supports else grammars",
+        "            self._shared_grammars = grammars",
+        "remote_engines/test_grammars.py",
+        only="among_the_tokens",
+    ),
+    Mutation(
+        "stages/served_policy.py",
+        "        if self._world.from_first(self._recomputes_supports):",
+        "        if False:",
+        "test_rl_format.py",
+        only="of_vllm",
+    ),
+    Mutation(
+        "stages/policy_logprobs.py",
+        "            for place, support in enumerate(supports[number], prompt_lengths[number]):",
+        "            for place, support in enumerate(supports[number], prompt_lengths[number] - 1):",
+        "test_rl_format.py",
+        only="of_vllm",
+    ),
     # -- requests cross a process by one codec
     Mutation(
         "remote_engines/danlu_protocol.py",

@@ -144,12 +144,6 @@ def test_log_probabilities_of_prompts_are_refused(small_decoder):
         engine.generate([Request(0, (3, 4), SamplingOptions(), 2, prompt_logprobs=True)])
 
 
-@pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_forms_are_refused_by_servers_that_do_not_say_what_they_left(small_decoder, server):
-    with serving(server, small_decoder()) as (engine, _), pytest.raises(DataError, match="leave out rollout.format"):
-        engine.generate([Request(0, (3,), grammar="{}")])
-
-
 def test_what_sglang_does_not_have_is_refused(small_decoder):
     with serving("sglang", small_decoder()) as (engine, _):
         with pytest.raises(DataError, match="repetition_penalty"):

@@ -45,6 +45,7 @@ MODEL = {
 }
 BEGINNINGS = ("Once upon a time", "Lily went to the", "The dog was", "Tom and Sam", "One day a girl", "Mom said")
 REWARD = 'def many_e(completion, **row):\n    return completion.count("e") / max(len(completion), 1)\n'
+GUIDANCE = ("--structured-outputs-config.backend", "guidance")
 ROUNDING = 1e-5
 """Nats between log-probabilities of two programs that both compute in float32."""
 
@@ -71,7 +72,7 @@ def vllm(folder: Path) -> Iterator[VLLMProcess]:
     command = os.environ.get("DANLU_VLLM")
     if command is None:
         pytest.skip("no vLLM: benchmarks/vllm_environment.py makes one; set DANLU_VLLM to its program")
-    server = VLLMProcess(command, folder / "base", folder / "vllm.log", ("--enable-lora",))
+    server = VLLMProcess(command, folder / "base", folder / "vllm.log", ("--enable-lora", *GUIDANCE))
     server.start()
     try:
         yield server

@@ -148,6 +148,12 @@ class Answer:
         elif aborted:
             self.abort()
 
+    def begin_again(self) -> None:
+        """Drops all tokens, which are drawn again: for an answer that an engine cannot go on with."""
+        self.drawn.clear()
+        self.finish, self.reported = None, 0
+        self.rewind()
+
     def draw_last_again(self) -> None:
         """Drops the last token, which will be drawn again: for an answer that was interrupted between its end and the
         reading of its routes. Random numbers follow from its position."""

@@ -106,6 +106,29 @@ def form_grammar(kinds: Mapping[str, Any]) -> str:
     return makers[kind](value)
 
 
+def shared_lark(grammar: str) -> str:
+    """A grammar as one text in llguidance's dialect of Lark, which servers with another release of llguidance read
+    alike: JSON has any white space between its tokens, since releases bound it in different ways (1.7 lets a pattern of
+    white space repeat, 1.9 does not).
+    """
+    first, *rest = json.loads(grammar)["grammars"]
+    rules = _shared_rules(first)
+    for answer in rest:  # behind a thought
+        inner = _shared_rules(answer) if "json_schema" in answer else f"%lark {{\n{_shared_rules(answer)}\n}}"
+        rules = f"{rules.replace('@' + answer['name'], answer['name'], 1)}{answer['name']}: {inner}\n"
+    if "json_schema" in first:
+        rules = f"start: {rules}"
+    # By which servers tell Lark from other ways to write a grammar.
+    return rules if "%llguidance" in rules else f"%llguidance {{}}\n{rules}"
+
+
+def _shared_rules(grammar: Mapping[str, Any]) -> str:
+    if "lark_grammar" in grammar:
+        return str(grammar["lark_grammar"])
+    schema = {key: value for key, value in grammar["json_schema"].items() if key != "x-guidance"}
+    return f"%json {json.dumps(schema)}"
+
+
 def check_grammar(grammar: str) -> None:
     """Raises DataError for a grammar that no tokenizer could follow, ResourceError where llguidance is missing."""
     if problem := require_llguidance().LLMatcher.validate_grammar(grammar):
@@ -138,6 +161,12 @@ class TokenMatcher:
         """The reason why the answer cannot go on by its grammar; None where it can."""
         return _first_line(self.matcher.get_error()) if self.matcher.is_error() else None
 
+    def copy(self) -> TokenMatcher:
+        """The same state, which goes on by itself."""
+        copied = TokenMatcher(self.matcher.deep_copy(), self._end_ids)
+        copied.is_complete = self.is_complete
+        return copied
+
     def accept(self, token: int) -> None:
         """Takes the next token of the answer. A token that the grammar does not allow is a `problem`."""
         self.matcher.consume_token(token)
@@ -161,6 +190,24 @@ class Grammars:
         self._end_ids = frozenset(end_ids)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._lock = Lock()
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._end_ids
+
+    def ended_by_eos(self) -> Grammars:
+        """The same for other servers with llguidance, which end an answer at the tokenizer's eos_token alone.
+
+        Raises DataError for a tokenizer that has none.
+        """
+        eos_id = self._tokenizer.eos_id
+        if eos_id is None:
+            raise DataError(
+                f"{self._tokenizer.path}: this tokenizer has no eos_token, at which vLLM and SGLang end an answer in a "
+                "form. Add it to tokenizer_config.json, there too, or use engine: embedded"
+            )
+        return self if self._end_ids == {eos_id} else Grammars(self._tokenizer, self._vocab_size, {eos_id})
 
     def compile(self, grammar: str) -> None:
         """Compiles a grammar, which `matcher` then has ready.

@@ -204,7 +204,8 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     """The model's: log softmax(logits / temperature) over the whole vocabulary, before any penalty or filter
-    (temperature 0 counts as 1). A trainer recomputes these."""
+    (temperature 0 counts as 1). A trainer recomputes these. NaN of answers with a grammar by servers that give `drawn`
+    alone (vLLM, SGLang)."""
     drawn: list[float]
     """Log-probabilities under the sampling distribution: after penalties, allowed tokens, temperature and filters."""
     support: list[Support] | None

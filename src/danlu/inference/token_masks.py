@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from danlu.core.errors import DataError
 from danlu.inference.grammar import TokenMatcher, require_llguidance
+from danlu.inference.support import Support
 
 if TYPE_CHECKING:
     from danlu.inference.answer import Answer
@@ -26,7 +28,7 @@ class MaskWriter:
         masks: list[np.ndarray | None] = [None] * len(answers)
         matched = [(i, answer.matcher) for i, answer in enumerate(answers) if answer.matcher is not None]
         if matched:
-            of_grammars = self._of_grammars([matcher for _, matcher in matched], vocab_size)
+            of_grammars = self.of_grammars([matcher for _, matcher in matched], vocab_size)
             for (i, _), mask in zip(matched, of_grammars, strict=True):
                 masks[i] = mask
         for i, answer in enumerate(answers):
@@ -38,8 +40,8 @@ class MaskWriter:
     def _executor(self) -> Any:
         return require_llguidance().LLExecutor()
 
-    def _of_grammars(self, matchers: Sequence[TokenMatcher], vocab_size: int) -> np.ndarray:
-        """[n, ceil(V / 8)] uint8."""
+    def of_grammars(self, matchers: Sequence[TokenMatcher], vocab_size: int) -> np.ndarray:
+        """[n, ceil(V / 8)] uint8, of the tokens that grammars allow."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         bitmask = np.zeros((len(matchers), -(-vocab_size // 32)), dtype=np.int32)
@@ -49,6 +51,27 @@ class MaskWriter:
             places = [(each.matcher, place) for place, each in enumerate(matchers)]
             fill_next_token_bitmask_par(self._executor, places, bitmask)
         return bitmask.view(np.uint8)[:, : -(-vocab_size // 8)]
+
+
+def supports_in_grammar(matcher: TokenMatcher, tokens: Sequence[int], vocab_size: int) -> list[Support | None]:
+    """The tokens that a grammar allowed in the place of each of these; None where it allowed all, as behind its end.
+
+    matcher: the state before the first of them, which stays as it is. Raises DataError for a token that it does not
+    allow.
+    """
+    writer, state = MaskWriter(), matcher.copy()
+    supports: list[Support | None] = []
+    for place, token in enumerate(tokens):
+        if state.is_complete:
+            supports.append(None)
+            continue
+        (mask,) = writer.of_grammars([state], vocab_size)
+        support = Support.of_bits(mask, vocab_size)
+        if support is not None and token not in support:
+            raise DataError(f"token {place} of the answer ({token}) is none that its grammar allows there")
+        supports.append(support)
+        state.accept(token)
+    return supports
 
 
 def _with_options(answer: Answer, mask: np.ndarray | None, vocab_size: int) -> np.ndarray:

@@ -188,6 +188,30 @@ class Canary:
         )
 
 
+def check_form(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    score_within: Callable[[Sequence[Completion]], Sequence[Sequence[float]]],
+    tolerance: float,
+) -> None:
+    """Checks that servers confine answers in a form to the tokens that the trainer has computed for them.
+
+    score_within: maps answers to the trainer's log-probabilities of their tokens among those of their supports. Raises
+    TrainingError where the mean difference of the servers' from these exceeds `tolerance`, in nats, and the errors of
+    `engine.generate`.
+    """
+    answers = engine.generate(requests)
+    drawn = [answer.drawn for answer in answers]
+    mean = _mean_difference(drawn, score_within(answers))
+    if not mean <= tolerance:
+        raise TrainingError(
+            f"canary: answers in rollout.format have log-probabilities that differ from the trainer's by {mean:.3g} "
+            f"nats on average ({tolerance:g} is let pass), and answers without it do not: the server's grammar engine "
+            "leaves other tokens to choose from than llguidance does here. Install the same release of llguidance on "
+            "both sides, or use engine: embedded"
+        )
+
+
 def compare_with_servers(
     servers: ServerFleet | None,
     config: ModelConfig,

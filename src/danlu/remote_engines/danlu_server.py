@@ -35,6 +35,7 @@ class DanluServer(RolloutServer):
     """
 
     name = "danlu serve"
+    shares_grammars = True
 
     def __init__(
         self, client: HTTPClient, *, exact: str | None = None, push: bool = False, routes: bool = False

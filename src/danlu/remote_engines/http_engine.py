@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from danlu.core.errors import DataError, ResourceError
+from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.core.http_client import ConnectionLost, RequestRefused
 from danlu.core.output_folder import shortened
 from danlu.inference.answer import Answer, DrawnToken
 from danlu.inference.engine_adapters import BASE
-from danlu.inference.grammar import Grammars
+from danlu.inference.grammar import Grammars, lark_grammar, shared_lark
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Request
 from danlu.inference.stepwise import StepwiseEngine
 from danlu.inference.stopping import Decode
+from danlu.inference.support import Support
+from danlu.inference.token_masks import supports_in_grammar
 from danlu.models.config import ModelConfig
 from danlu.remote_engines.fleet import ServerFleet
 from danlu.remote_engines.hand_over import HandOver
@@ -51,7 +53,7 @@ class HTTPEngine(StepwiseEngine):
         step_s: how long a step waits for an answer; None: until one is there.
 
     Raises ResourceError where no server is there within `reconnect_s`, ModelError where its answers cannot be trusted
-    (see `RolloutServer.check`).
+    (see `RolloutServer.check` and `check_grammars`).
     """
 
     def __init__(
@@ -78,11 +80,21 @@ class HTTPEngine(StepwiseEngine):
         servers.check(config)
         servers.label_version(str(version))
         super().__init__(config, min(config.context_length, servers.context), decode, grammars)
+        self._shared_grammars: Grammars | None = None
+        if grammars is not None:
+            for server in servers.connected:
+                server.check_grammars()
+            self._shared_grammars = grammars.ended_by_eos() if self.recomputes_supports else grammars
         self._in_flight = RequestsInFlight(servers, options.connections)
         self._waiting: deque[Answer] = deque()  # to be asked for
         self._problems: list[Exception] = []  # of requests that were refused
         self._fruitless: dict[tuple[int, int], int] = {}
         self._lost: Exception | None = None
+
+    @property
+    def recomputes_supports(self) -> bool:
+        """Whether the tokens that a grammar left are computed here, for some server does not report them."""
+        return not all(server.shares_grammars for server in self.servers.connected)
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Hands the server new weights, and drops its prefix cache and the cached state of unfinished answers.
@@ -203,6 +215,8 @@ class HTTPEngine(StepwiseEngine):
         default = None if self.hand_over is None else self.hand_over.adapter
         while self._waiting and not self._in_flight.is_full:
             answer = self._waiting.popleft()
+            if answer.drawn and answer.matcher is not None and self.recomputes_supports:
+                answer.begin_again()  # such a server reads a grammar from the answer's first token on
             adapter = answer.request.adapter
             self._in_flight.send(answer, default if adapter is None else None if adapter == BASE else adapter)
 
@@ -236,8 +250,16 @@ class HTTPEngine(StepwiseEngine):
             self._lost = ResourceError(f"{self.servers.address}: an answer was drawn with weights {sorted(foreign)}")
             self._waiting.appendleft(answer)
             return
+        supports = outcome.support
+        if supports is None and answer.matcher is not None and outcome.lacks_support:
+            try:
+                supports = self._supports(answer, outcome.tokens)
+            except DataError as error:
+                self._forget(answer.request.number)
+                self._problems.append(self._foreign_token(answer, error))
+                return
         for index, token in enumerate(outcome.tokens):
-            support = None if outcome.support is None else outcome.support[index]
+            support = None if supports is None else supports[index]
             top = () if outcome.top is None else outcome.top[index]
             logprob, drawn = outcome.logprobs[index], outcome.drawn[index]
             version = int(outcome.version_labels[index])
@@ -252,6 +274,21 @@ class HTTPEngine(StepwiseEngine):
             answer.abort()
             answer.finish = "stop" if outcome.finish == "stop" else "context"
         self._finish(answer)
+
+    def _supports(self, answer: Answer, tokens: Sequence[int]) -> Sequence[Support | None]:
+        """The tokens that a grammar left to a server, which was asked for the whole answer. Raises DataError for a
+        token that is none of them."""
+        grammar, grammars = answer.request.grammar, self._shared_grammars
+        assert grammar is not None and grammars is not None and not answer.drawn, "the server began at its beginning"
+        matcher = grammars.matcher(lark_grammar(shared_lark(grammar)))
+        return supports_in_grammar(matcher, tokens, self._config.vocab_size)
+
+    def _foreign_token(self, answer: Answer, error: DataError) -> ModelError:
+        number, sample = answer.key
+        return ModelError(
+            f"prompt {number}, sample {sample}: {self.servers.name} reads rollout.format otherwise than the trainer "
+            f"does: {error}. Install the release of llguidance here that the server has, or use engine: embedded"
+        )
 
     def _finish(self, answer: Answer) -> None:
         super()._finish(answer)

@@ -83,6 +83,8 @@ class ServerAnswer:
     version_labels: list[str]
     finish: Literal["stop", "length", "abort"]
     support: list[Support] | None = None
+    lacks_support: bool = False
+    """Whether a grammar confined the tokens and the server does not say to which: they are computed here."""
     top: list[tuple[tuple[int, float], ...]] | None = None
     routes: np.ndarray | None = None
     """Routes as in `Completion.routes`, of all tokens that were continued, and of the new ones."""
@@ -114,6 +116,10 @@ class RolloutServer(ABC):
     is_asleep = False
     labels_tokens = True
     """Whether an answer says which weights drew each of its tokens, also where they were replaced meanwhile."""
+    shares_grammars = False
+    """Whether it reads a grammar as the trainer does, from any token of an answer on, and says which tokens it allowed.
+    Else it is sent one that both read alike (`grammar.shared_lark`), each answer begins at its first token, and the
+    allowed tokens are computed here."""
 
     def __init__(self, client: HTTPClient) -> None:
         self.client = client
@@ -132,6 +138,9 @@ class RolloutServer(ABC):
 
         Nothing but questions is sent before the version is known.
         """
+
+    def check_grammars(self) -> None:  # noqa: B027  # the servers of danlu have nothing to set
+        """Raises ModelError for settings with which answers with a grammar could not be trained on; after `check`."""
 
     def problem(self, request: Request) -> str | None:
         """Returns the reason why the server cannot answer as a `Completion` promises; None: it can."""
@@ -256,14 +265,29 @@ def unknown_option(name: str, request: Request) -> str | None:
     """Returns the reason why a server that is no danlu refuses a request, whatever its kind; None: it need not."""
     if request.min_new_tokens:
         return f"{name} is not asked for answers of a least length: leave min_new_tokens at 0"
-    if request.grammar is not None:
-        return (
-            f"{name} does not say which tokens a form of answers has left to choose from, which training needs: leave "
-            "out rollout.format, or ask danlu serve --rollouts"
-        )
+    if request.grammar is not None and request.top_logprobs:
+        return f"{name} gives log-probabilities of the tokens that a grammar allows alone: leave top_logprobs at 0"
     if request.sampling.biased_ids:
         return f"{name} is not asked to bias tokens: leave out biased_ids"
     return None
+
+
+def check_grammar_engine(where: str, setting: str, engine: Any, wanted: str, reasoning_parser: Any) -> None:
+    """Raises ModelError where a server's grammars are not those of llguidance, or begin behind a thought.
+
+    where: address and name of the server. setting, engine, wanted: the flag of the grammar engine, its value, and the
+    one that stands for llguidance.
+    """
+    if engine != wanted:
+        raise ModelError(
+            f"{where} was started with {setting} {engine}, whose grammars allow other tokens than those that training "
+            f"computes for rollout.format. Start it with {setting} {wanted}, which is llguidance"
+        )
+    if reasoning_parser:
+        raise ModelError(
+            f"{where} was started with --reasoning-parser {reasoning_parser}, with which a grammar begins behind the "
+            "thought, and the trainer's with the answer. Start it without"
+        )
 
 
 def is_accepted(ask: Callable[[], object]) -> bool:

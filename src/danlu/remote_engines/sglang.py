@@ -7,14 +7,16 @@ run has other draws.
 
 It reports log softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p, and, where they
 are on, the tokens that they left and the log-probability that was drawn with: all that a `Completion` promises. A
-repetition penalty is in its log-probabilities, and allowed tokens it does not have: such requests are refused. Besides
-the stop tokens of a request it always ends at those of its own tokenizer and model.
+repetition penalty is in its log-probabilities, and allowed tokens it does not have: such requests are refused. With a
+grammar the vocabulary of its log-probabilities is what the grammar allows (`--grammar-backend llguidance`). Besides the
+stop tokens of a request it always ends at those of its own tokenizer and model.
 
 Tested against a stand-in that speaks this interface, not against SGLang: transfers over NCCL were never run.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient, RequestRefused
 from danlu.inference.engine import PauseMode
+from danlu.inference.grammar import shared_lark
 from danlu.inference.request import Request
 from danlu.inference.support import Support
 from danlu.remote_engines.server_interface import (
@@ -30,6 +33,7 @@ from danlu.remote_engines.server_interface import (
     GroupServer,
     ServerAnswer,
     WeightGroup,
+    check_grammar_engine,
     check_rotation,
     check_version,
     check_vocabulary,
@@ -64,6 +68,7 @@ class SGLangServer(GroupServer):
         self._replicas = 1
         self._scales_by_temperature = True
         self._adapters: set[str] = set()
+        self._grammar_backend = self._reasoning_parser = None
 
     def check(self, config: ModelConfig) -> None:
         url = self.client.url
@@ -75,6 +80,7 @@ class SGLangServer(GroupServer):
                 "which SGLang would draw. Use engine: embedded, vllm, or http with danlu serve --rollouts"
             )
         self._vocab_size = config.vocab_size
+        self._grammar_backend, self._reasoning_parser = info.get("grammar_backend"), info.get("reasoning_parser")
         self._workers, self._replicas = info["tp_size"], info["dp_size"] * info["pp_size"]
         cards = self.client.get("/v1/models")["data"]
         self.context = next(card["max_model_len"] for card in cards if card.get("parent") is None)
@@ -91,6 +97,10 @@ class SGLangServer(GroupServer):
         sampling = {"temperature": temperature, "top_k": 2, "max_new_tokens": 1}
         body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "token_ids_logprob": [token]}
         return float(self.client.post("/generate", body)["meta_info"]["output_token_ids_logprobs"][0][0][0])
+
+    def check_grammars(self) -> None:
+        where, engine = f"{self.client.url}: {self.name}", self._grammar_backend
+        check_grammar_engine(where, "--grammar-backend", engine, "llguidance", self._reasoning_parser)
 
     def problem(self, request: Request) -> str | None:
         sampling = request.sampling
@@ -121,6 +131,7 @@ class SGLangServer(GroupServer):
                 "stop": list(request.stop_strings),
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
+                "ebnf": None if request.grammar is None else shared_lark(request.grammar),
             },
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -140,7 +151,10 @@ class SGLangServer(GroupServer):
             top = [tuple((token, value) for value, token, *_ in entry) for entry in info["output_top_logprobs"]]
         spans = info.get("weight_versions") or [{"version": info["weight_version"], "start": 0, "end": len(tokens)}]
         labels = versions_by_token(spans, len(tokens))
-        return ServerAnswer(tokens, logprobs, drawn, labels, info["finish_reason"]["type"], support, top)
+        if request.grammar is not None:
+            logprobs = [math.nan] * len(logprobs)
+        lacks_support = request.grammar is not None and support is None
+        return ServerAnswer(tokens, logprobs, drawn, labels, info["finish_reason"]["type"], support, lacks_support, top)
 
     def _support(self, ids: Sequence[int]) -> Support:
         import numpy as np

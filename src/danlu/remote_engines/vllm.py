@@ -12,6 +12,9 @@ softmax(logits), with processed_logprobs that of the sampling distribution. Both
 without filters, the latter at other temperatures too. With filters a Completion has two log-probabilities and the
 tokens that were left, so such requests are refused.
 
+A grammar is different: both modes count the tokens that it allows alone, and with `--structured-outputs-config.backend
+guidance` llguidance says here which they were. The log-probability over the whole vocabulary is then not known.
+
 Folders, adapters and the comparison of tensors are tested with vLLM 0.32 on a CPU
 (tests/remote_engines/test_real_vllm.py). 0.33 was tested against a stand-in that speaks this interface, and transfers
 over NCCL were never run.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +35,14 @@ from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.safetensors_format import raw_bytes
 from danlu.core.terminal import print_status
 from danlu.inference.engine import PauseMode
+from danlu.inference.grammar import shared_lark
 from danlu.inference.request import Request
 from danlu.remote_engines.server_interface import (
     Continuation,
     GroupServer,
     ServerAnswer,
     WeightGroup,
+    check_grammar_engine,
     check_rotation,
     check_version,
     check_vocabulary,
@@ -96,6 +102,7 @@ class VLLMServer(GroupServer):
         self._open_group = open_group
         self._model = ""
         self._logprobs_mode = ""
+        self._structured_outputs: dict[str, Any] = {}
         self._padding: dict[str, float] = {}
         """The bias of rows that no token has, which are not to be drawn."""
 
@@ -113,6 +120,7 @@ class VLLMServer(GroupServer):
                 "with that variable, where nobody but the trainer can reach it"
             ) from None
         self._logprobs_mode = settings["model_config"]["logprobs_mode"]
+        self._structured_outputs = settings["structured_outputs_config"]
         if not self._logprobs_mode.endswith("_logprobs"):
             raise ModelError(
                 f"{url}: vLLM was started with --logprobs-mode {self._logprobs_mode}, which gives no "
@@ -153,6 +161,12 @@ class VLLMServer(GroupServer):
         """Asks for one token after this one."""
         self.client.post("/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
 
+    def check_grammars(self) -> None:
+        settings = self._structured_outputs
+        parser = None if settings["enable_in_reasoning"] else settings["reasoning_parser"]
+        flag = "--structured-outputs-config.backend"
+        check_grammar_engine(f"{self.client.url}: {self.name}", flag, settings["backend"], "guidance", parser)
+
     def problem(self, request: Request) -> str | None:
         sampling = request.sampling
         greedy, raw = sampling.temperature == 0, self._logprobs_mode == "raw_logprobs"
@@ -185,6 +199,7 @@ class VLLMServer(GroupServer):
             "repetition_penalty": sampling.repetition_penalty,
             "allowed_token_ids": None if sampling.allowed_ids is None else list(sampling.allowed_ids),
             "logit_bias": self._padding or None,
+            "structured_outputs": None if request.grammar is None else {"grammar": shared_lark(request.grammar)},
             "seed": continuation.seed,
             "stop_token_ids": sorted(request.stop_ids),
             "ignore_eos": True,  # the request names every token that ends its answers
@@ -208,7 +223,10 @@ class VLLMServer(GroupServer):
             top = [_likeliest(entry, request.top_logprobs) for entry in logprobs["top_logprobs"]]
         labels = [label] * len(tokens) if label else versions_by_token(choice["weight_versions"] or (), len(tokens))
         drawn = [0.0] * len(own) if sampling.temperature == 0 else list(own)
-        return ServerAnswer(tokens, own, drawn, labels, choice["finish_reason"], top=top)
+        if request.grammar is not None:
+            own = [math.nan] * len(own)
+        lacks_support = request.grammar is not None
+        return ServerAnswer(tokens, own, drawn, labels, choice["finish_reason"], lacks_support=lacks_support, top=top)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         # As the completions interface names the one prompt of a request.

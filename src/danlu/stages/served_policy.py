@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,17 +19,18 @@ from danlu.core.errors import DanluError
 from danlu.core.shard_box import ShardBox
 from danlu.core.terminal import print_status
 from danlu.inference.engine_adapters import BASE
-from danlu.inference.grammar import Grammars
+from danlu.inference.grammar import Grammars, form_grammar
 from danlu.inference.rank_status import gather_answers
 from danlu.inference.ranks import in_order, longest_first
 from danlu.inference.request import Completion, Request
 from danlu.inference.stopping import Decode
+from danlu.inference.support import Support
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.process_group import untimed_barrier
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.rules.rollout import resolved_hand_over
-from danlu.remote_engines.canary import Canary, compare_with_servers
+from danlu.remote_engines.canary import Canary, check_form, compare_with_servers
 from danlu.remote_engines.detect import Demands, detect_server, without_routes
 from danlu.remote_engines.fleet import Connect, ServerFleet
 from danlu.remote_engines.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
@@ -70,7 +72,7 @@ class ServedPolicy:
         *,
         step_s: float | None = None,
     ) -> None:
-        self.recipe, self.placed = recipe, placed
+        self.recipe, self.placed, self.grammars = recipe, placed, grammars
         self.route = resolved_hand_over(recipe)
         self.engine: HTTPEngine | None = None
         """The servers' engine, on the first process."""
@@ -191,16 +193,38 @@ class ServedPolicy:
         differing = None
         if adapter is None:  # else the base is the server's own
             differing = compare_with_servers(servers, config, self._whole, self._world.from_first)
-        report = Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(self)
+        canary = Canary(prompts, self._score, tolerance, new_tokens, adapter, differing)
+        report = canary.check(self)
 
         def accept() -> None:
             if servers is not None and servers.reloads:
                 servers.accept(report.answers)
 
         self._world.from_first(accept)
+        if self._world.from_first(self._recomputes_supports):
+            check_form(self, self._in_form(canary.requests(adapter)), partial(self._score_within, prompts), tolerance)
+
+    def _recomputes_supports(self) -> bool:
+        return self.grammars is not None and self.engine is not None and self.engine.recomputes_supports
+
+    def _in_form(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests for answers in the recipe's form."""
+        grammars, form = self.grammars, self.recipe.rollout.format
+        assert grammars is not None and form is not None, "grammars are those of the form"
+        grammar = form_grammar(form.kinds)
+        return [replace(request, grammar=grammar, stop_ids=grammars.end_ids) for request in requests]
+
+    def _score_within(self, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> list[list[float]]:
+        sequences = [(*prompt, *answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+        supports = [answer.support or () for answer in answers]
+        return self._score(sequences, [len(prompt) for prompt in prompts], None, supports)
 
     def _score(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], adapter: str | None
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        adapter: str | None,
+        supports: Sequence[Sequence[Support | None]] = (),
     ) -> list[list[float]]:
         adapters = self.placed.subject.adapters
         with adapters.disabled() if adapters is not None and adapter == BASE else nullcontext():
@@ -210,6 +234,7 @@ class ServedPolicy:
                 sequences,
                 prompt_lengths,
                 max_new_tokens=self._canary_tokens(prompt_lengths[0]),
+                supports=supports,
             )
 
     def _canary_tokens(self, prompt_length: int) -> int:

@@ -123,19 +123,11 @@ class Rollout(Section):
     """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
     stop_strings: Annotated[list[str], _ANSWERS] = []
     """Stage rl: texts that end an answer, in addition to the end tokens of the model."""
-    format: Annotated[
-        AnswerFormat | None,
-        _ROLLOUTS,
-        ReadWith(
-            "engine",
-            ("embedded", "http"),
-            "kept to by engines embedded and http (danlu serve --rollouts); {value} does not say which tokens a form "
-            "has left to choose from, which training needs. Leave it out",
-        ),
-    ] = None
+    format: Annotated[AnswerFormat | None, _ROLLOUTS] = None
     """Stage rl: a form that every answer has: no token is drawn with which it could not become one. The policy that is
-    trained has the same tokens to choose from, as with the filters. A form needs the package llguidance, and engine
-    embedded, or http with danlu serve --rollouts.
+    trained has the same tokens to choose from, as with the filters. A form needs the package llguidance, and vLLM and
+    SGLang as grammar engine too (--structured-outputs-config.backend guidance, --grammar-backend llguidance), where
+    JSON may have any white space between its tokens.
     """
     staleness: Annotated[int, Field(ge=0), _ROLLOUTS] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
