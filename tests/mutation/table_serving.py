@@ -22,8 +22,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "remote_engines/http_engine.py",
-        "            self._shared_grammars = grammars.ended_by_eos() if self.recomputes_supports else grammars",
-        "            self._shared_grammars = grammars",
+        "        return self.grammars.ended_by_eos()",
+        "        return self.grammars",
         "remote_engines/test_grammars.py",
         only="among_the_tokens",
     ),

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from builders.tiny_world import danlu
 from builders.vllm_process import VLLMProcess
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from danlu.core.http_client import HTTPClient
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.request import Request, SamplingOptions
+from danlu.models.loading import load as load_model
+from danlu.remote_engines.server_interface import Continuation
 from danlu.remote_engines.vllm import VLLMServer, comparable_tensors
 
 pytestmark = pytest.mark.slow
@@ -53,7 +62,7 @@ ROUNDING = 1e-5
 @pytest.fixture(scope="module")
 def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with the heads that vLLM has kernels for, prompts and a reward."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     place = tmp_path_factory.mktemp("vllm")
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "weights" / "stories260K-hf")
@@ -67,12 +76,16 @@ def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def vllm(folder: Path) -> Iterator[VLLMProcess]:
+def vllm_command() -> str:
     command = os.environ.get("DANLU_VLLM")
     if command is None:
         pytest.skip("no vLLM: benchmarks/vllm_environment.py makes one; set DANLU_VLLM to its program")
-    server = VLLMProcess(command, folder / "base", folder / "vllm.log", ("--enable-lora", *GUIDANCE))
+    return command
+
+
+@pytest.fixture(scope="module")
+def vllm(folder: Path) -> Iterator[VLLMProcess]:
+    server = VLLMProcess(vllm_command(), folder / "base", folder / "vllm.log", ("--enable-lora", *GUIDANCE))
     server.start()
     try:
         yield server
@@ -188,6 +201,112 @@ def test_a_server_that_dies_ends_the_run_and_the_run_goes_on_with_a_new_one(fold
     assert lines(file)[-1]["step"] == 16 and all(line["gap"] < ROUNDING for line in lines(file))
 
 
+FORMS: dict[str, Any] = {
+    "regex": "<[ae]{1,3}>",
+    "choice": ["yes", "no", "maybe so"],
+    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+
+
+def in_form(folder: Path, vllm: VLLMProcess, name: str, kind: str) -> Path:
+    rollout = {**served(vllm, "folder"), "format": {kind: FORMS[kind]}}
+    return recipe(folder, name, rollout, steps=2)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_answers_in_a_form_have_the_trainers_log_probabilities(folder: Path, vllm: VLLMProcess, kind: str) -> None:
+    """The release of llguidance there is an older one than here (1.7 and 1.9)."""
+    file = in_form(folder, vllm, f"form-{kind}", kind)
+    train(file)
+    assert [line["gap"] < ROUNDING for line in lines(file)] == [True] * 2
+    rollouts = (folder / f"form-{kind}" / "rollouts.jsonl").read_text().splitlines()
+    answers = [answer for line in rollouts for answer in json.loads(line)["answers"]]
+    texts = [answer["text"] for answer in answers if answer["finish"] == "stop"]
+    patterns = {"regex": "<[ae]{1,3}>", "choice": "yes|no|maybe so", "json_schema": r"\{.*\}"}
+    assert all(re.fullmatch(patterns[kind], text, re.DOTALL) for text in texts), texts
+    assert len(answers) == 32 and (kind == "json_schema" or (len(texts) == 32 and len(set(texts)) > 2))
+
+
+def test_training_without_the_tokens_that_the_form_left_has_a_gap(
+    folder: Path, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above, in this process."""
+    monkeypatch.setattr("danlu.rl.experience.with_supports", lambda items, completions: list(items))
+    file = in_form(folder, vllm, "form-whole", "regex")
+    assert danlu("train", file) == 0
+    assert min(line["gap"] for line in lines(file)) > 1
+
+
+NEW_TOKENS = ("<plan>", "<act>")
+
+
+@pytest.fixture(scope="module")
+def rows_server(folder: Path) -> Iterator[VLLMProcess]:
+    """A server of the base with rows for new tokens, which a preview names, and for its padding."""
+    command = vllm_command()
+    file = new_token_recipe(folder, "named", "http://127.0.0.1:9")
+    shown = subprocess.run(
+        [sys.executable, "-m", "danlu", "preview", str(file), "--rows", "1"], capture_output=True, text=True, check=True
+    )
+    (named,) = re.findall(r"start the rollout server with (\S+)", shown.stdout)
+    server = VLLMProcess(command, Path(named), folder / "rows.log", ("--logprobs-mode", "processed_logprobs"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def new_token_recipe(folder: Path, name: str, url: str) -> Path:
+    """Prompts end in one of the new tokens."""
+    rows = [{"prompt": f"{each} {NEW_TOKENS[0]}"} for each in BEGINNINGS]
+    (folder / "new-tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe(
+        folder,
+        name,
+        {"engine": "vllm", "url": url, "max_new_tokens": 32},
+        model={"path": str(folder / "base"), "tokens": list(NEW_TOKENS)},
+        data={"train": str(folder / "new-tokens.jsonl"), "prompt": "{prompt}"},
+    )
+
+
+def test_rows_of_new_tokens_are_handed_over(folder: Path, rows_server: VLLMProcess) -> None:
+    file = new_token_recipe(folder, "new-tokens", rows_server.url)
+    train(file)
+    assert [line["gap"] < ROUNDING for line in lines(file)] == [True] * 4
+    rollouts = (folder / "new-tokens" / "rollouts.jsonl").read_text().splitlines()
+    drawn = {token for line in rollouts for answer in json.loads(line)["answers"] for token in answer["tokens"]}
+    first = AutoTokenizer.from_pretrained(folder / "new-tokens" / "model").convert_tokens_to_ids(NEW_TOKENS[0])
+    assert drawn & {first, first + 1} and max(drawn) <= first + 1  # none of the padding
+
+
+def test_new_tokens_have_the_log_probabilities_of_the_embedded_engine(folder: Path, rows_server: VLLMProcess) -> None:
+    """Control: the same without a row of theirs, which is only handed over with the rest."""
+    client = VLLMServer(HTTPClient(rows_server.url, 120.0), bucket_bytes=1 << 20)
+    weights = folder / "new-tokens" / "model"
+    client.load_folder(weights, "0")
+    client.drop_prefix_cache()
+    model = load_model(weights)
+    client.check(model.config)
+    first = AutoTokenizer.from_pretrained(weights).convert_tokens_to_ids(NEW_TOKENS[0])
+    prompt = (1, 300, first, 301, first + 1)
+    request = Request(0, prompt, SamplingOptions(), 16)
+    answer = client.answer(Continuation("new-tokens", request, prompt, 16, None))
+    engine = EmbeddedEngine(model, EngineOptions(cache_gib=0.01))
+
+    def gap() -> float:
+        scored = replace(request, prompt=(*prompt, *answer.tokens), max_new_tokens=1, prompt_logprobs=True)
+        (completion,) = engine.generate([scored])
+        own = (completion.prompt_logprobs or [])[len(prompt) - 1 :]
+        return max(abs(one - other) for one, other in zip(own, answer.logprobs, strict=True))
+
+    assert gap() < 10 * ROUNDING
+    with torch.no_grad():
+        model.get_parameter("embed_tokens.weight")[first] = 0
+    engine = EmbeddedEngine(model, EngineOptions(cache_gib=0.01))
+    assert gap() > 0.01
+
+
 def within_noise(some: list[float], others: list[float]) -> bool:
     """Whether the means of two lists, a value a seed, are nearer than three times their spread over seeds."""
     noise = max(statistics.stdev(some), statistics.stdev(others))
@@ -223,10 +342,8 @@ NOT_COMPARED = {
 @pytest.mark.parametrize("family", NOT_COMPARED)
 def test_tensors_of_other_families_are_compared(folder: Path, family: str) -> None:
     """On a CPU matrices are packed, so norms and biases are what their digests tell apart."""
-    command = os.environ.get("DANLU_VLLM")
-    if command is None:
-        pytest.skip("no vLLM")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+    command = vllm_command()
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     set_seed(0)

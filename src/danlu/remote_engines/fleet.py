@@ -95,6 +95,7 @@ class ServerFleet:
         """The most tokens of a prompt and its answer that all of them take; known after `check`."""
         self._connect = connect
         self._config: ModelConfig | None = None
+        self._in_form = False
         self._weights = Weights()
         self._is_idle = False
         """Whether answers are not wanted: while paused, and while asleep."""
@@ -143,17 +144,24 @@ class ServerFleet:
                 print_status(f"warning: no rollout server answers at {', '.join(missing)}; going on with the others")
         return any(are_there)
 
-    def check(self, config: ModelConfig) -> None:
-        """Checks each server as its own `check` does. Later ones are checked before they are used."""
-        self._config = config
+    def check(self, config: ModelConfig, *, in_form: bool = False) -> None:
+        """Checks each server as its own `check` does; in_form: and its grammars. Later ones are checked before they are
+        used."""
+        self._config, self._in_form = config, in_form
         for replica in self.usable:
             server = replica.server or self._connect(replica.client)
             if replica.server is None or not self.reloads:
-                server.check(config)
+                self._check_one(server)
             replica.server = server
         self.context = min(server.context for server in self.connected)
         if self.reloads and not self._watcher.is_alive() and not self._closing.is_set():
             self._watcher.start()
+
+    def _check_one(self, server: RolloutServer) -> None:
+        assert self._config is not None, "servers that were there at first have been checked"
+        server.check(self._config)
+        if self._in_form:
+            server.check_grammars()
 
     def _lose(self, replica: Replica, error: Exception) -> None:
         if not self.reloads:
@@ -196,8 +204,7 @@ class ServerFleet:
     def _prepare(self, replica: Replica) -> None:
         """Raises ModelError for a server of another kind, TrainingError for one that does not pass the canary."""
         server, weights = self._connect(replica.client), self._weights
-        assert self._config is not None, "servers that were there at first have been checked"
-        server.check(self._config)
+        self._check_one(server)
         if server.context < self.context:
             raise ModelError(
                 f"{replica.url}: started for {server.context} tokens, and the others for {self.context}: start it with "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import DataError, ModelError, ResourceError
@@ -77,19 +78,22 @@ class HTTPEngine(StepwiseEngine):
                 f"{servers.address}: no rollout server answers GET /health there within {options.reconnect_s:g} s "
                 "(reconnect_s). Start it first, or give its url"
             )
-        servers.check(config)
+        servers.check(config, in_form=grammars is not None)
         servers.label_version(str(version))
         super().__init__(config, min(config.context_length, servers.context), decode, grammars)
-        self._shared_grammars: Grammars | None = None
-        if grammars is not None:
-            for server in servers.connected:
-                server.check_grammars()
-            self._shared_grammars = grammars.ended_by_eos() if self.recomputes_supports else grammars
+        if grammars is not None and self.recomputes_supports:
+            _ = self._shared_grammars  # so that its error comes now
         self._in_flight = RequestsInFlight(servers, options.connections)
         self._waiting: deque[Answer] = deque()  # to be asked for
         self._problems: list[Exception] = []  # of requests that were refused
         self._fruitless: dict[tuple[int, int], int] = {}
         self._lost: Exception | None = None
+
+    @cached_property
+    def _shared_grammars(self) -> Grammars:
+        """The grammars of servers that do not say which tokens one left."""
+        assert self.grammars is not None, "a request with a grammar is refused without them"
+        return self.grammars.ended_by_eos()
 
     @property
     def recomputes_supports(self) -> bool:
@@ -250,8 +254,12 @@ class HTTPEngine(StepwiseEngine):
             self._lost = ResourceError(f"{self.servers.address}: an answer was drawn with weights {sorted(foreign)}")
             self._waiting.appendleft(answer)
             return
-        supports = outcome.support
-        if supports is None and answer.matcher is not None and outcome.lacks_support:
+        supports: Sequence[Support | None] | None = outcome.support
+        if outcome.lacks_support and answer.drawn:  # a server that has just come back went on with another's answer
+            answer.begin_again()
+            self._waiting.appendleft(answer)
+            return
+        if outcome.lacks_support:
             try:
                 supports = self._supports(answer, outcome.tokens)
             except DataError as error:
@@ -278,9 +286,8 @@ class HTTPEngine(StepwiseEngine):
     def _supports(self, answer: Answer, tokens: Sequence[int]) -> Sequence[Support | None]:
         """The tokens that a grammar left to a server, which was asked for the whole answer. Raises DataError for a
         token that is none of them."""
-        grammar, grammars = answer.request.grammar, self._shared_grammars
-        assert grammar is not None and grammars is not None and not answer.drawn, "the server began at its beginning"
-        matcher = grammars.matcher(lark_grammar(shared_lark(grammar)))
+        assert answer.request.grammar is not None, "the server had one"
+        matcher = self._shared_grammars.matcher(lark_grammar(shared_lark(answer.request.grammar)))
         return supports_in_grammar(matcher, tokens, self._config.vocab_size)
 
     def _foreign_token(self, answer: Answer, error: DataError) -> ModelError:
@@ -345,7 +352,7 @@ class HTTPEngine(StepwiseEngine):
                 f"{lost}. The server was not back within {reconnect_s:g} s (reconnect_s). {self._unfinished_text()}. "
                 f"{self._going_on_text()}"
             )
-        self.servers.check(self._config)
+        self.servers.check(self._config, in_form=self.grammars is not None)
         label = self.servers.version_label()
         if label != str(self.version):
             raise ResourceError(
