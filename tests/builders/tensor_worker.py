@@ -92,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "glm4": {"model_type": "glm4", "head_dim": 16, "eos_token_id": 2, "pad_token_id": 0},
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 20, **LATENT},
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT},
     "mfa": {"model_type": "mfa", "head_dim": 16, "query_norm": True},

@@ -80,6 +80,7 @@ ADAPTERS: dict[str, Case] = {
     "mora, selective recompute": case(sections.Mora(targets=LINEAR, rank=4, dropout=0.2), prepare="selective"),
     "ia3 on dora": case(sections.Dora(targets=LINEAR), sections.Ia3()),
     "norms of all heads": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["olmo2"]),
+    "norms behind halves alone": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["exaone4"]),
     "lora on shared keys": case(sections.Lora(targets=LINEAR, rank=4, dropout=0.2), config=FAMILIES["gemma4-e2b"]),
     "lora on latents": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["deepseek_v3"]),
     "dora on factors": case(sections.Dora(targets=LINEAR), config=FAMILIES["mfa, key reuse"]),
