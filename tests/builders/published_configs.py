@@ -237,6 +237,7 @@ _GEMMA_4_E4B = {
     "num_key_value_heads": 2,
     "num_kv_shared_layers": 18,
     "sliding_window": 512,
+    "use_bidirectional_attention": None,
 }
 _GEMMA_4_E2B = {
     **_GEMMA_4_E4B,
@@ -248,6 +249,66 @@ _GEMMA_4_E2B = {
     "num_kv_shared_layers": 20,
     "use_double_wide_mlp": True,
 }
+_WRITTEN_BY_TRANSFORMERS = {
+    "_name_or_path": "",
+    "architectures": None,
+    "chunk_size_feed_forward": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "problem_type": None,
+    "return_dict": True,
+}
+"""Keys of a part that say nothing of the model."""
+_GEMMA_4_AUDIO = {
+    **_WRITTEN_BY_TRANSFORMERS,
+    "attention_chunk_size": 12,
+    "attention_context_left": 13,
+    "attention_context_right": 0,
+    "attention_invalid_logits_value": -1000000000.0,
+    "attention_logit_cap": 50.0,
+    "conv_kernel_size": 5,
+    "dtype": "bfloat16",
+    "gradient_clipping": 10000000000.0,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "model_type": "gemma4_audio",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 12,
+    "output_proj_dims": 1536,
+    "residual_weight": 0.5,
+    "rms_norm_eps": 1e-06,
+    "subsampling_conv_channels": [128, 32],
+    "use_clipped_linears": True,
+}
+_GEMMA_4_VISION = {
+    **_WRITTEN_BY_TRANSFORMERS,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "default_output_length": 280,
+    "dtype": "bfloat16",
+    "global_head_dim": 64,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "gemma4_vision",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 12,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 10240,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    "standardize": False,
+    "use_clipped_linears": True,
+}
 PUBLISHED: dict[str, Published] = {
     "gemma-4-e2b-text": Published(
         "google/gemma-4-E2B-it, text_config, as an engine's test of the published checkpoint and a converter's table "
@@ -255,16 +316,29 @@ PUBLISHED: dict[str, Published] = {
         _GEMMA_4_E2B,
     ),
     "gemma-4-e4b": Published(
-        "google/gemma-4-E4B-it, text_config as tests of other programs hold it",
+        "google/gemma-4-E4B-it with all keys: those of a tuned copy's file and of google/gemma-4-31B-it's as "
+        "transformers prints it; values of text_config, vision_config and audio_config as tests of other programs "
+        "hold them",
         {
             "architectures": ["Gemma4ForConditionalGeneration"],
-            "audio_config": {"model_type": "gemma4_audio", "num_hidden_layers": 1},
+            "audio_config": _GEMMA_4_AUDIO,
+            "audio_token_id": 258881,
+            "boa_token_id": 256000,
+            "boi_token_id": 255999,
+            "dtype": "bfloat16",
+            "eoa_token_id": 258883,
+            "eoa_token_index": 258883,
+            "eoi_token_id": 258882,
             "eos_token_id": [1, 106],
             "image_token_id": 258880,
+            "initializer_range": 0.02,
             "model_type": "gemma4",
             "text_config": _GEMMA_4_E4B,
             "tie_word_embeddings": True,
-            "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
+            "transformers_version": "5.7.0",
+            "video_token_id": 258884,
+            "vision_config": _GEMMA_4_VISION,
+            "vision_soft_tokens_per_image": 280,
         },
     ),
     "gemma-4-31b-text": Published(
