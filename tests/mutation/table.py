@@ -111,6 +111,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="mask",
     ),
     Mutation(
+        "planning/gathered_memory.py",
+        "max(0, sum(trained) - shards)",
+        "sum(trained)",
+        "planning/test_gathered_memory.py",
+    ),
+    Mutation(
         "planning/planned_kinds.py",
         "options.append(Option(kind, own.kept_bytes, again))",
         "options.append(Option(kind, graph.kept_bytes, again))",

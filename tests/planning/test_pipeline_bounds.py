@@ -131,7 +131,7 @@ def test_fewer_micro_batches_stand_for_many() -> None:
                     loss=loss,
                 )
             )
-        ranks = [RankCost(trained=50, weight_delay=stages - 1 - rank, batch=3) for rank in range(stages)]
+        ranks = [RankCost(trained=50, weight_delay=stages - 1 - rank) for rank in range(stages)]
         peaks = fullest(shape, costs, ranks)
         assert peaks == fullest(short, costs, ranks), shape
         if not [*schedule_problems(kind, stages, chunks, stages - 1)]:

@@ -251,7 +251,7 @@ def test_each_part_of_a_cost_matters(part: str) -> None:
     """Control: without it, the bytes or the seconds of a step are others."""
     lists = schedule("dualpipev", 2, 2, 5)  # has passes of all kinds
     without = None if part.startswith("first") or part == "backward" else 0
-    ranks = [RankCost(update=1.0, update_bytes=5, batch=4)] * 2
+    ranks = [RankCost(update=1.0)] * 2
     costs = [EVERY, EVERY, EVERY, LAST]
     whole, changed = (
         walk(lists, of_chunks, ranks) for of_chunks in (costs, [replace(each, **{part: without}) for each in costs])
@@ -266,7 +266,7 @@ def test_each_part_of_a_cost_matters(part: str) -> None:
 @pytest.mark.parametrize("part", [field.name for field in fields(RankCost)])
 def test_each_part_of_a_rank_matters(part: str) -> None:
     lists = schedule("pipedream" if part in ("trained", "weight_delay") else "1f1b", 2, 1, 4)
-    rank = RankCost(update=1.0, update_bytes=5000, batch=4, trained=3, weight_delay=1)
+    rank = RankCost(update=1.0, trained=3, weight_delay=1)
     other = not rank.keeps_gathered if part == "keeps_gathered" else 0
     whole, changed = (walk(lists, [EVERY] * 2, [each] * 2)[0] for each in (rank, replace(rank, **{part: other})))
     assert (whole.bytes, whole.events) != (changed.bytes, changed.events), part

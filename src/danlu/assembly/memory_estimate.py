@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 import torch
 from torch import nn
 
-from danlu.core.dtensor import is_dtensor
+from danlu.core.dtensor import is_dtensor, local_tensor
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import MemoryParts
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
@@ -264,19 +264,21 @@ def activation_dtype(precision: str) -> torch.dtype:
 
 
 def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
-    """Returns (bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
+    """Returns (bytes of whole parameters, bytes of whole gradients besides those of shards) that a process of a sharded
+    model has at a time."""
+    shared = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
+    if not shared:
+        return 0, 0
+    from danlu.planning.gathered_memory import ShardedSizes, gathered_at_a_time
+
     sharded = {
-        name: (
+        name: ShardedSizes(
             parameter.numel() * gathered_element_bytes(recipe, parameter),
             parameter.numel() * parameter.requires_grad,
+            local_tensor(parameter).numel() * parameter.requires_grad,
         )
-        for name, parameter in model.named_parameters()
-        if is_dtensor(parameter)
+        for name, parameter in shared.items()
     }
-    if not sharded:
-        return 0, 0
-    from danlu.planning.gathered_memory import gathered_at_a_time
-
     return gathered_at_a_time(sharded, recipe.parallel)
 
 

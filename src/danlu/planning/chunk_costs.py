@@ -24,6 +24,7 @@ from danlu.planning.step_walk import ChunkCost
 from danlu.planning.step_work import embedding_work, loss_work, norm_work, own_embeddings_work
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
+from danlu.recipe.roles import PolicyWithoutAdapter, frozen_roles
 
 
 class LayerTimes:
@@ -33,11 +34,13 @@ class LayerTimes:
         self.speeds = speeds
         self._known: dict[tuple[object, ...], PassSeconds] = {}
 
-    def of(self, graph: LayerGraph, expert_ranks: int) -> PassSeconds:
-        """The seconds of a layer on one rank. expert_ranks: the ranks that share the experts."""
-        key = (graph, expert_ranks)
+    def of(self, graph: LayerGraph, expert_ranks: int, *, narrow_weights: bool = False) -> PassSeconds:
+        """The seconds of a layer on one rank; arguments are those of `layer_seconds`."""
+        key = (graph, expert_ranks, narrow_weights)
         if key not in self._known:
-            self._known[key] = layer_seconds(graph, self.speeds, expert_ranks=expert_ranks)
+            self._known[key] = layer_seconds(
+                graph, self.speeds, expert_ranks=expert_ranks, narrow_weights=narrow_weights
+            )
         return self._known[key]
 
 
@@ -77,21 +80,24 @@ def model_seconds(workload: Workload, micro: int, target: Target, times: LayerTi
     training = training_of_chunks(workload.training, first, range(len(first.layers)))
     layers = tuple(
         times.of(
-            LayerGraph(spec, config.hidden_size, batch, own, kinds.get(layer, "none"), share), recipe.parallel.expert
+            LayerGraph(spec, config.hidden_size, batch, own, kinds.get(layer, "none"), share),
+            recipe.parallel.expert,
+            narrow_weights=recipe.parallel.shard != "none" and recipe.adapter is None,
         )
         for layer, (spec, own) in enumerate(zip(config.layers, training, strict=True))
     )
     speeds, device = times.speeds, target.device_type
-    embedding = PassSeconds.of(_embeddings(workload, batch, share), speeds)
+    is_alone = target.cluster.ranks == 1 and config.has_own_head and not recipe.compile
+    embedding = PassSeconds.of(_embeddings(workload, batch, share, is_sparse=device == "cpu" and is_alone), speeds)
     return ModelSeconds(layers, embedding, PassSeconds.of(_head(workload, batch, share, device), speeds))
 
 
-def _embeddings(workload: Workload, batch: BatchShape, share: RankShare) -> Iterator[OperationWork]:
-    """The embedding, and those of each layer."""
+def _embeddings(workload: Workload, batch: BatchShape, share: RankShare, *, is_sparse: bool) -> Iterator[OperationWork]:
+    """The embedding, and those of each layer. is_sparse: whether its gradient has the rows of tokens alone."""
     recipe, config = workload.recipe, workload.config
     element_bytes, width = ELEMENT_BYTES[recipe.precision], config.hidden_size
     is_trained, rows = recipe.adapter is None, -(-config.vocab_size // share.degree)
-    yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained)
+    yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained, sparse=is_sparse)
     if columns := config.per_layer_columns:
         tokens = -(-batch.tokens // share.degree) if share.sequence else batch.tokens
         yield embedding_work(batch.tokens, columns, rows, element_bytes, trained=is_trained)
@@ -125,10 +131,29 @@ def chunk_bytes(
     cost = step.chunk_cost(_chunk_gradients(workload, own, tensors, total, target.device_type))
     share, tokens = rank_share(workload), step.tokens
     stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.precision]
-    cost = replace(cost, gathered=gathered, message=-(-stream // share.degree) if share.sequence else stream)
+    cost = replace(
+        cost,
+        gathered=gathered,
+        message=-(-stream // share.degree) if share.sequence else stream,
+        frozen_message=_frozen_message(workload, tokens),
+    )
     if recipe.parallel.shard != "none":  # whole gradients come and go layer by layer, and shards stay
         cost = replace(cost, first_backward=None, first_weight=None, gradients_of_input=total)
     return cost
+
+
+def _frozen_message(workload: Workload, tokens: int) -> int:
+    """Bytes of the hidden states of frozen models that go through a pipeline with the policy's, of all tokens."""
+    recipe = workload.recipe
+    if recipe.parallel.pipeline.stages == 1 or recipe.stage == "rl":  # which are asked before the step
+        return 0
+    widths = {model.role: model.config.hidden_size for model in workload.frozen}
+    widths |= {
+        role: workload.config.hidden_size
+        for role, model in frozen_roles(recipe).items()
+        if isinstance(model, PolicyWithoutAdapter)
+    }
+    return tokens * sum(widths.values()) * ELEMENT_BYTES[recipe.precision]
 
 
 def _chunk_gradients(

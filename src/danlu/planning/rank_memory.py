@@ -17,7 +17,7 @@ from danlu.optim.state_shapes import FLOAT32_BYTES, average_bytes, optimizer_byt
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import peak_in_flight, schedule
 from danlu.planning.batch_shape import ELEMENT_BYTES, Kernels
-from danlu.planning.gathered_memory import gathered_at_a_time
+from danlu.planning.gathered_memory import ShardedSizes, gathered_at_a_time
 from danlu.planning.layer_training import training_of_chunks
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
@@ -131,7 +131,7 @@ def _is_on_host(workload: Workload, layout: Layout, device_type: str) -> bool:
 
 
 def gathered_bytes_of(workload: Workload, tensors: Sequence[RankTensor]) -> tuple[int, int]:
-    """(bytes of whole parameters, bytes of whole gradients) that a process has at a time."""
+    """(bytes of whole parameters, bytes of whole gradients besides those of shards) that a process has at a time."""
     recipe = workload.recipe
     sharded = {}
     for each in tensors:
@@ -139,7 +139,8 @@ def gathered_bytes_of(workload: Workload, tensors: Sequence[RankTensor]) -> tupl
             is_narrow = recipe.adapter is None and each.whole.packed is None
             element_bytes = ELEMENT_BYTES[recipe.precision] if is_narrow else each.element_bytes
             count = math.prod(each.gathered)
-            sharded[each.name] = count * element_bytes, count * each.whole.trained
+            trained = each.whole.trained
+            sharded[each.name] = ShardedSizes(count * element_bytes, count * trained, math.prod(each.shape) * trained)
     return gathered_at_a_time(sharded, recipe.parallel)
 
 

@@ -290,9 +290,10 @@ class Bounds:
 
     def _of_layers(self, choice: Choice, micro: int) -> ModelSeconds:
         """Seconds of a micro-batch through each layer on the ranks that share its tokens."""
-        alone = self._alone(choice, micro)
+        # Gathered weights come in half precision, so a layer of a sharded model has fewer conversions.
+        alone = self._alone(choice, micro)._replace(shard="none" if choice.shard == "none" else "zero1")
         if self.workload.lengths.trees is not None:  # stages and data ranks decide how rows are dealt out
-            alone = choice._replace(shard="none", replicate=1, micro=micro)
+            alone = choice._replace(shard=alone.shard, replicate=1, micro=micro)
         if alone not in self._layers:
             own = replace(self.workload, recipe=alone.recipe(self.workload.recipe))
             own = own.dealt_to(_data_ranks(choice, self.target))

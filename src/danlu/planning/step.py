@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES
+from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
 from danlu.parallel.timeline import TimelineEvent
@@ -111,7 +112,7 @@ class _Planner:
             largest = largest_micro_batch(workload, micro, layout.data)
         costs = self._costs(states, seconds, collectives, largest)
         ends = [
-            _rank_cost(own, self._update(own).forward + of_stage.at_end)
+            self._rank_cost(own, self._update(own).forward + of_stage.at_end)
             for own, of_stage in zip(states, collectives, strict=True)
         ]
         fewest = self._representative(micro_batches)
@@ -182,8 +183,28 @@ class _Planner:
             for chunk in chunks.local:
                 own = [each for each in state.tensors if _chunk_of(each.name, chunks) == chunk]
                 cost = chunk_bytes(self.workload, chunks, chunk, micro, self.target, own)
+                cost = replace(cost, reduce_buffer=self._reduce_buffer(cost.gradients))
                 costs[chunk] = cost if seconds is None else timed(cost, seconds[chunk], collectives[stage])
         return [costs[chunk] for chunk in sorted(costs)]
+
+    def _rank_cost(self, states: RankStates, update: float) -> RankCost:
+        """The update's seconds, whether parameters stay gathered through a step, and the versions of weights that
+        micro-batches in flight use (PipeDream)."""
+        trained = FLOAT32_BYTES * sum(map(math.prod, states.trained.values()))
+        return RankCost(
+            update=update,
+            keeps_gathered=self.workload.recipe.parallel.shard in ("zero1", "zero2"),
+            trained=trained,
+            weight_delay=states.parts.stash // max(1, trained),
+        )
+
+    def _reduce_buffer(self, gradients: int) -> int:
+        """Bytes that the sum of a chunk's gradients over data ranks copies them to (`parallel.gradient_buckets`): one
+        bucket at a time, or all of them in half precision."""
+        section, layout = self.workload.recipe.parallel, self.layout
+        if section.shard != "none" or layout.data * layout.context == 1:
+            return 0
+        return gradients // 2 if section.reduce == "bf16" else min(gradients, BUCKET_BYTES)
 
     def _representative(self, micro_batches: int) -> int:
         """The fewest micro-batches of a step with the same peak of memory on every stage."""
@@ -270,12 +291,6 @@ class _Planner:
             counts = ", ".join(f"{kind} of {count}" for kind, count in Counter(kinds).items())
             said.append(f"memory.recompute: planned chooses by expected seconds ({counts} layers); a run measures them")
         return said
-
-
-def _rank_cost(states: RankStates, update: float) -> RankCost:
-    """The update's seconds, and the versions of weights that micro-batches in flight use (PipeDream)."""
-    trained = FLOAT32_BYTES * sum(map(math.prod, states.trained.values()))
-    return RankCost(update=update, trained=trained, weight_delay=states.parts.stash // max(1, trained))
 
 
 def _chunk_of(name: str, chunks: Chunks) -> int:

@@ -79,10 +79,6 @@ class RankCost:
 
     update: float = 0.0
     """Seconds of the optimizer's step."""
-    update_bytes: int = 0
-    """Bytes of its temporaries."""
-    batch: int = 0
-    """Bytes of the tokens and targets of a micro-batch, from its first action to its last."""
     keeps_gathered: bool = False
     """Whether gathered parameters stay from a chunk's first forward to its last backward pass (zero1, zero2)."""
     trained: int = 0
@@ -105,8 +101,6 @@ class WalkBytes(NamedTuple):
     """Values that wait for put-off weight gradients."""
     messages: int
     """Tensors that were received and are not used yet, wait to be sent, or are on their way."""
-    update: int
-    """Temporaries of the optimizer."""
 
     @property
     def total(self) -> int:
@@ -196,8 +190,6 @@ def rank_bytes(
     """
     each_updates = any(action.kind == "update" and action.micro is not None for action in actions)
     numbers = list(enumerate(actions))
-    first_use = {action.micro: number for number, action in reversed(numbers) if action.micro is not None}
-    last_use = {action.micro: number for number, action in numbers if action.micro is not None}
     gradient_passes = [(number, action) for number, action in numbers if action.kind in ("backward", "weight")]
     last_pass = {(action.chunk, action.micro if each_updates else None): number for number, action in gradient_passes}
     last_reduce = {action.micro: number for number, action in numbers if action.kind == "reduce"}
@@ -206,14 +198,9 @@ def rank_bytes(
     memory = _RankMemory(costs, rank, updates if each_updates else 0)
     moments = []
     for number, action in numbers:
-        micro = action.micro
-        if micro is not None and first_use[micro] == number:
-            memory.batches += rank.batch
         moments.append(memory.take(action, is_last=number in is_last))
         if number in is_last_reduce:
             memory.buffers = 0
-        if micro is not None and last_use[micro] == number:
-            memory.batches -= rank.batch
     return moments
 
 
@@ -233,7 +220,6 @@ class _RankMemory:
     rank: RankCost
     updates: int
     """Updates within the list; 0 where the only one ends it."""
-    batches: int = 0
     activations: int = 0
     head_gradients: int = 0
     """Those of forward passes without a backward pass."""
@@ -259,8 +245,6 @@ class _RankMemory:
         chunk, micro = action.chunk, action.micro
         assert chunk is not None
         cost = self.costs[micro or 0][chunk]
-        if is_last:
-            self.buffers += cost.reduce_buffer
         match action.kind:
             case "forward":
                 moment = self._forward((chunk, micro or 0), cost)
@@ -274,8 +258,9 @@ class _RankMemory:
                 moment = self._receive((chunk, micro or 0), cost, is_gradient=action.what == "gradient")
             case _:
                 moment = self._now()
-        if is_last and self.rank.keeps_gathered:
-            self.gathered -= cost.gathered
+        if is_last:  # buckets are filled as the pass ends, when its activations are gone
+            self.buffers += cost.reduce_buffer
+            self.gathered -= cost.gathered if self.rank.keeps_gathered else 0
         return moment
 
     def _now(
@@ -283,14 +268,13 @@ class _RankMemory:
     ) -> WalkBytes:
         """The present bytes, and those in addition of a pass."""
         return WalkBytes(
-            activations=self.batches + self.activations + activations,
+            activations=self.activations + activations,
             logits=self.head_gradients + logits,
             gradients=self.gradients + gradients,
             gathered=self.gathered + gathered,
             stash=self.versions * self.rank.trained,
             queue=self.queue + queue,
             messages=self.messages + self.buffers,
-            update=0,
         )
 
     def _before(self, place: tuple[int, int]) -> ChunkCost | None:
@@ -394,7 +378,7 @@ class _RankMemory:
         if action.micro is not None:
             self._updated += 1
             self.versions = stashed_versions(self._updated, self.updates, self.rank.weight_delay)
-        moment = self._now()._replace(update=self.rank.update_bytes)
+        moment = self._now()
         if action.micro is not None:
             self.gradients -= sum(self._gradients_there.values())
             self._gradients_there.clear()
