@@ -111,6 +111,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="mask",
     ),
     Mutation(
+        "planning/host_memory.py",
+        "gathered = max(whole, default=0) + max(local, default=0) if is_shared else 0",
+        "gathered = max(whole, default=0) if is_shared else 0",
+        "planning/test_host_memory.py",
+    ),
+    Mutation(
         "planning/gathered_memory.py",
         "max(0, sum(trained) - shards)",
         "sum(trained)",

@@ -146,7 +146,6 @@ def test_1f1b_worked_out_by_hand() -> None:
         "stash": 0,
         "queue": 0,
         "messages": 2,
-        "update": 0,
     }
 
 

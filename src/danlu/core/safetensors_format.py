@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+BUFFER_BYTES = 1 << 22
+"""The size of the buffer that reading and writing weights need in addition to the model itself."""
+STAGING_BYTES = 16 << 20
+"""Bytes of a checkpoint's tensor that are written or read at a time; those of a GPU pass a buffer of this size."""
+WRITING_THREADS = 8
+"""The most threads that write tensors of a checkpoint at once."""
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 """Types that weights may have; the others are known for codes, optimizer state and messages."""
 _DTYPES = {  # the format's name -> torch's, and bytes of an element

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import QuantizedWeight, StackedQuantizedWeight
-from danlu.core.safetensors_format import TensorLocation
+from danlu.core.safetensors_format import BUFFER_BYTES, TensorLocation
 from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
@@ -26,7 +26,7 @@ from danlu.models.hf_folder import FOUR_BIT, check_headers, expected_tensors, ow
 from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_name
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.multimodal import language_name
-from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, Location, Target, TensorReader, ranges, read_exactly
+from danlu.models.safetensors_io import DTYPES, Location, Target, TensorReader, ranges, read_exactly
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import (
+    BUFFER_BYTES,
     FLOAT_DTYPES,
     TensorLocation,
     dtype_name,
@@ -29,8 +30,6 @@ from danlu.models.hf_layout import HFTensor, Part
 
 DTYPES = {name: torch_dtype(name) for name in FLOAT_DTYPES}
 """The dtypes of weights, by safetensors' names."""
-BUFFER_BYTES = 1 << 22
-"""The size of the buffer that reading and writing need besides the model itself."""
 _ENTRY_BYTES = 160
 """The largest size of a header's entry without the tensor's name: a type, two sides and two offsets in JSON."""
 

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import replace_folder
-from danlu.core.safetensors_format import TensorLocation, dtype_name, encode_header, fill_shards, raw_bytes, shard_name
+from danlu.core.safetensors_format import (
+    BUFFER_BYTES,
+    TensorLocation,
+    dtype_name,
+    encode_header,
+    fill_shards,
+    raw_bytes,
+    shard_name,
+)
 from danlu.core.shard_box import BoxValue, ShardBox
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 from danlu.models.config import ModelConfig
@@ -32,7 +40,7 @@ from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json, read_tensors
 from danlu.models.hf_layout import HFTensor, Part, hf_tensors, may_have_untouched, own_name
 from danlu.models.multimodal import TEXT_CONFIG, with_text_values
-from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
+from danlu.models.safetensors_io import is_finite, ranges
 from danlu.models.score_head import head_tensors, label_values
 
 _T = TypeVar("_T")

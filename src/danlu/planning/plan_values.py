@@ -8,6 +8,7 @@ from typing import Any
 from danlu.optim.state_shapes import average_bytes, optimizer_bytes
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.planning.cluster import Cluster
+from danlu.planning.host_memory import result_bytes
 from danlu.planning.lengths import Lengths
 from danlu.planning.step_plan import RankMemory, RlSeconds, StepPlan, StepSeconds
 from danlu.planning.workload import Workload
@@ -44,6 +45,8 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
         "stages": stages if len(stages) > 1 else [],
         "fits": taken_bytes(worst.memory) <= room if room else None,
         "checkpoint_bytes": checkpoint_bytes(workload),
+        "checkpoints_kept": recipe.checkpoint.keep,
+        "result_bytes": result_bytes(workload),
         "seconds": None if plan.seconds is None else _seconds(plan.seconds),
         "traffic": [_traffic(each) for each in worst.traffic],
         "flops": plan.flops,

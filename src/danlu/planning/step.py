@@ -20,6 +20,7 @@ from danlu.parallel.timeline import TimelineEvent
 from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
+from danlu.planning.host_memory import host_bytes
 from danlu.planning.pipeline_bounds import representative
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.primitives import PassSeconds
@@ -27,7 +28,7 @@ from danlu.planning.rank_memory import RankStates, rank_states, stage_step
 from danlu.planning.rl_phases import planned_rollout
 from danlu.planning.rollout_memory import memory_while_answering
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
-from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
+from danlu.planning.step_plan import RankMemory, StagePlan, StepPlan, StepSeconds
 from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, step_events, walk
 from danlu.planning.step_work import clip_work, update_work
 from danlu.planning.target import Target
@@ -141,11 +142,10 @@ class _Planner:
 
     def _largest(self, states: RankStates, own: StageWalk) -> RankMemory:
         """The memory at the peak of a step, or of a rollout, in which the process answers itself."""
-        of_step = _memory(states, own)
+        of_step, host = _memory(states, own), host_bytes(self.workload, states, self.layout, self.target.device_type)
         answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
-        if answering is None:
-            return of_step
-        return max((of_step, answering), key=lambda memory: memory.allocated)
+        fuller = of_step if answering is None or answering.allocated <= of_step.allocated else answering
+        return replace(fuller, host=host)
 
     def _chunk_seconds(self, micro: int) -> list[PassSeconds] | None:
         if self.times is None:
@@ -328,5 +328,4 @@ def _memory(states: RankStates, own: StageWalk) -> RankMemory:
         parts,
         states.by_role,
         communication=walked.messages,
-        host=HostBytes(loading=0, step=states.offloaded, saving=0),
     )

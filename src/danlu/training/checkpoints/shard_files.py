@@ -20,13 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.core.safetensors_format import dtype_name, encode_header, fill_shards, has_name, raw_bytes, shard_name
+from danlu.core.safetensors_format import (
+    STAGING_BYTES,
+    dtype_name,
+    encode_header,
+    fill_shards,
+    has_name,
+    raw_bytes,
+    shard_name,
+)
 from danlu.core.shard_box import ShardBox
 from danlu.training.checkpoints.manifest import Shard, TensorEntry
 from danlu.training.checkpoints.state_boxes import cannot_be_cut
 
 SHARD_BYTES = 4 << 30
-_CHUNK_BYTES = 16 << 20  # of one write or read; also the staging buffer a CUDA tensor passes through
+_CHUNK_BYTES = STAGING_BYTES
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from torch import Tensor
 from danlu.core.atomic_write import sync_file, sync_folder, write_atomically
 from danlu.core.errors import CheckpointError, ResourceError
 from danlu.core.machine import pid_is_alive
+from danlu.core.safetensors_format import WRITING_THREADS
 from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import ALONE, Group
 from danlu.training.agreement import agree
@@ -62,7 +63,6 @@ from danlu.training.criterion import LOSS, Criterion
 from danlu.training.units import format_bytes
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_MAX_THREADS = 8
 _MANIFEST_BYTES_PER_TENSOR = 512  # an upper estimate, for the free-space check
 _NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -406,7 +406,7 @@ class _Draft:
                 f"{folder}: not seen by rank {self.group.ranks[self.group.index]}, though rank {self.group.ranks[0]} "
                 "has made it. All processes of a run need one `output` folder, on a disk that their machines share."
             )
-        threads = min(_MAX_THREADS, torch.get_num_threads())
+        threads = min(WRITING_THREADS, torch.get_num_threads())
         return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
 
     def _writes(self, tensor: Tensor, box: ShardBox | None) -> bool:
