@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --tiny --device cpu   small sizes, to try the script itself
 
 Each measurement is a line of JSON in OUT/gpu-BLOCK.jsonl ($OUT, or --out) as soon as it is made, so that a block that
-fails, or is ended at its limit, leaves what it had. Needs torch and the packages that `preflight` names; it says which
-are missing, and takes them from wheels/ (see `make gpu-wheels`) on a machine without network.
+fails, or is ended at its limit, leaves what it had. Next to measured steps stands what `danlu plan` expects of them on
+this card; (!) marks errors beyond 10 % of the bytes or 20 % of the speed. Needs torch and the packages that `preflight`
+names; it says which are missing, and takes them from wheels/ (see `make gpu-wheels`) on a machine without network.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def packs_of(count: int, length: int, vocabulary: int) -> list[Any]:
 
 
 def recipe_of(**changes: Any) -> Any:
-    """A recipe as far as memory is estimated from it, without the rules between keys."""
+    """A recipe as far as its step is planned from it, without the rules between keys."""
     from danlu.recipe import Recipe
 
     values: dict[str, Any] = {
@@ -202,6 +203,15 @@ def recipe_of(**changes: Any) -> Any:
         "precision": "bf16",
     }
     return Recipe.model_validate({**values, **changes})
+
+
+def trained_in_full(length: int) -> Any:
+    """The recipe of a step of two micro-batches of one packed sequence, with all weights trained by AdamW."""
+    return recipe_of(
+        optimizer={"kind": "adamw"},
+        batch={"sequences": 2, "micro": 1},
+        data={"max_length": length, "train": [{"path": "none.jsonl"}]},
+    )
 
 
 def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: Any) -> Any:
@@ -350,12 +360,11 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
     """LoRA and QLoRA on 8B shapes with random weights at 4096 tokens, with each recomputation: speed, and memory
     beside what was predicted."""
     import torch
+    from planned_figures import planned_figures
 
     from danlu.memory.recompute import plan_of, unwrap_layer, wrap
     from danlu.optim.build import build
-    from danlu.parallel.layout import Layout
     from danlu.recipe import sections
-    from danlu.run.memory_preview import estimate_from_config
     from danlu.stages.learner import DecoderLearner
     from danlu.training.step import accumulate
 
@@ -378,7 +387,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
                 memory={"recompute": {"kind": kind}},
                 data={"max_length": length, "train": [{"path": "none.jsonl"}]},
             )
-            predicted = estimate_from_config(recipe, config, layout=Layout(), device_type=device.type, micro=1).parts
+            predicted = planned_figures(recipe, config, device)
 
             def step(compute: Any = compute, optimizer: Any = optimizer) -> None:
                 accumulate(compute, packs, step=1, clip=1.0)
@@ -389,7 +398,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
                 with peak(device) as most:
                     taken = seconds(step, device, rounds=1 if tiny else 3)
             except torch.OutOfMemoryError as error:
-                write("step", kind=name, recompute=kind, out_of_memory=str(error)[:300], predicted=vars(predicted))
+                write("step", kind=name, recompute=kind, out_of_memory=str(error)[:300], **predicted)
             else:
                 write(
                     "step",
@@ -397,8 +406,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
                     recompute=kind,
                     tokens_per_second=length / taken,
                     peak_bytes=most["bytes"],
-                    predicted_bytes=predicted.total,
-                    predicted=vars(predicted),
+                    **predicted,
                 )
             for layer in model.layers.values():
                 unwrap_layer(layer)
@@ -410,6 +418,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
 def full(write: Write, device: Any, tiny: bool) -> None:
     """Four layers of 8B trained in full, eager and compiled, and what the time of a step goes into."""
     import torch
+    from planned_figures import planned_figures
     from torch.profiler import ProfilerActivity, profile
 
     from danlu.optim.build import build
@@ -421,6 +430,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     length, layers = (64, 2) if tiny else (4096, 4)
     config = config_of("tiny" if tiny else "8B", layers, length)
     packs = packs_of(2, length, config.vocab_size)
+    predicted = planned_figures(trained_in_full(length), config, device)
     model = random_model(config, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
         forward = model.compiled() if compiled else model
@@ -446,6 +456,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
             tokens_per_second=length * len(packs) / taken,
             flops=flops / taken,
             peak_bytes=most["bytes"],
+            **({} if compiled else predicted),  # eager steps are planned
         )
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         with profile(activities=activities) as seen:
@@ -501,6 +512,7 @@ def peers(write: Write, device: Any, tiny: bool) -> None:
 def experts(write: Write, device: Any, tiny: bool) -> None:
     """Four layers with 64 experts in the widths of Qwen3-30B-A3B, trained in full, beside transformers'."""
     import torch
+    from planned_figures import planned_figures
 
     from danlu.models.hf_config import read_config_values
     from danlu.optim.build import build
@@ -538,7 +550,8 @@ def experts(write: Write, device: Any, tiny: bool) -> None:
 
     with peak(device) as most:
         taken = seconds(step, device, rounds=1 if tiny else 4)
-    write("step", engine="danlu", tokens_per_second=2 * length / taken, peak_bytes=most["bytes"])
+    predicted = planned_figures(trained_in_full(length), config, device)
+    write("step", engine="danlu", tokens_per_second=2 * length / taken, peak_bytes=most["bytes"], **predicted)
     del model, learner, optimizer, step
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -751,6 +764,8 @@ BLOCKS: dict[str, Callable[[Write, Any, bool], None]] = {
 
 def writer(out: Path, block: str) -> Write:
     """A function that adds a line to a block's file, which is on the disk when it returns."""
+    from planned_figures import comparison
+
     file = out / f"gpu-{block}.jsonl"
     file.unlink(missing_ok=True)
 
@@ -761,6 +776,8 @@ def writer(out: Path, block: str) -> Write:
             handle.flush()
             os.fsync(handle.fileno())
         print(line if len(line) < 400 else f"{line[:400]}...", flush=True)
+        if (compared := comparison(values)) is not None:
+            print(f"   danlu plan: {compared}", flush=True)
 
     return write
 

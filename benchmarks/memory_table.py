@@ -4,7 +4,7 @@
 
 Each model is trained for three steps of one pack of 1024 tokens; the parts are those of its summary.json, and the part
 that depends on the method (weights, adapter, gradients, optimizer) has to equal what `danlu preview` counts from the
-config (`memory_preview.estimate_from_config`). For the large ones nothing is allocated.
+config (`rank_memory.rank_states`). For the large ones nothing is allocated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
+from danlu.planning.rank_memory import rank_states
 from danlu.recipe import load
-from danlu.run.memory_preview import estimate_from_config
+from danlu.run.read_workload import read_workload
 
 LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {
@@ -92,7 +93,7 @@ def count(file: Path) -> dict[str, int]:
     recipe = load(file).recipe
     assert recipe.model.path is not None
     config = read_config(recipe.model.path)
-    parts = vars(estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=1).parts)
+    parts = vars(rank_states(read_workload(recipe, config, judges=True), Layout()).parts)
     return {part: parts[part] for part in COUNTED}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from planned_figures import figures_of_plan
 
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
@@ -74,11 +75,14 @@ def measure(folder: Path, name: str, precision: str, packs: int, compiled: bool,
         (Path(scratch) / "recipe.yaml").write_text(json.dumps(recipe))
         command = [sys.executable, "-m", "danlu", "train", f"{scratch}/recipe.yaml"]
         lines = first_steps(command, Path(scratch) / "run" / "metrics.jsonl", steps)
+        plan = Path(scratch) / "run" / "plan.json"
+        predicted = figures_of_plan(json.loads(plan.read_text()) if plan.is_file() else None)
     steady = [line for line in lines if "tokens_per_second" in line][3:]
     return {
         "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steady),
         "mfu": statistics.median(line["mfu"] for line in steady),
         "memory_bytes": max(line["memory_bytes"] for line in steady),
+        **predicted,
     }
 
 

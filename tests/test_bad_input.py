@@ -16,7 +16,7 @@ import torch
 from builders.tiny_world import CONFIG, World, danlu, differences, last_state, write_rows
 from safetensors.torch import load_file, save_file
 
-from danlu.assembly import memory_estimate
+from danlu.assembly import machine_memory
 from danlu.core.errors import ModelError
 from danlu.core.run_files import RunLock
 from danlu.models import saving
@@ -407,14 +407,14 @@ def test_a_model_of_absurd_size_is_refused_before_rows_are_read(
 def test_a_model_that_only_several_processes_can_hold(
     monkeypatch: pytest.MonkeyPatch, tiny_world: World, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_estimate, "host_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr(machine_memory, "host_memory_bytes", lambda: 100_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = read_config_values({**CONFIG, "vocab_size": 400, "tie_word_embeddings": False})
     assert config.parameter_count() == 44_192
     adapted = {"adapter": "lora", "model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
 
     def check(processes: int, **changes: Any) -> None:
-        memory_estimate.check_size(
+        machine_memory.check_size(
             load(tiny_world.recipe(tmp_path / "run", **changes)).recipe, config, "base", processes
         )
 

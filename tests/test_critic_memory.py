@@ -10,18 +10,19 @@ import pytest
 import torch
 from builders.adapter_folders import adapter_folder
 from builders.placed_decoder import placed_of
+from builders.planned_memory import counted_states, planned, planned_parts
 from builders.tiny_world import World
 from test_rl_runs import recipe_file
 
-from danlu.assembly.memory_estimate import MemoryEstimate, find_micro_batch
 from danlu.assembly.optimizer import optimizer_of
+from danlu.core.types import MemoryParts
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
+from danlu.planning.rank_memory import rank_states
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
-from danlu.run.memory_preview import estimate_from_config
+from danlu.run.read_workload import read_workload
 from danlu.stages.role_configs import own_reward_bytes, shared_rewards
-from danlu.stages.step_budget import DecoderBudget
 
 CRITICS: dict[str, dict[str, Any]] = {
     "head": {},
@@ -35,8 +36,8 @@ def recipe_of(world: World, tmp_path: Path, **more: Any) -> Recipe:
     return load(recipe_file(world, tmp_path / "run", stage="ppo", precision="bf16", **more)).recipe
 
 
-def foreseen(recipe: Recipe, config: Any, micro: int = 2) -> MemoryEstimate:
-    return estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=micro)
+def foreseen(recipe: Recipe, config: Any) -> MemoryParts:
+    return planned_parts(recipe, config, micro=2)
 
 
 @pytest.mark.parametrize("critic", CRITICS)
@@ -44,15 +45,17 @@ def test_shapes_alone_tell_what_is_held_but_for_the_score_head(tiny_world: World
     recipe = recipe_of(tiny_world, tmp_path, **CRITICS[critic])
     placed = placed_of(recipe)
     config = placed.model.config
-    expected = DecoderBudget(placed).estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 2)
-    parts, counted = vars(foreseen(recipe, config).parts), vars(expected.parts)
+    expected, _ = counted_states(placed, optimizer_of(placed.parameters(), recipe, torch.device("cpu")))
+    workload = read_workload(recipe, config, judges=True)
+    parts, counted = vars(rank_states(workload, Layout()).parts), vars(expected)
     head = 4 * config.hidden_size  # bytes in float32
     for name, value in counted.items():
         assert 0 <= value - parts[name] <= 2 * head + 4, name
     assert counted["gradients"] > parts["gradients"]
     if critic != "head":  # control: a second pass with gradients has activations of its own
         plain = foreseen(recipe.model_copy(update={"value": None}), config)
-        assert expected.parts.activations > 1.7 * plain.parts.activations
+        of_both, of_one = (each.activations + each.logits for each in (foreseen(recipe, config), plain))
+        assert of_both > 1.4 * of_one
 
 
 def test_a_second_pass_leaves_room_for_fewer_sequences(tiny_world: World, tmp_path: Path) -> None:
@@ -61,7 +64,7 @@ def test_a_second_pass_leaves_room_for_fewer_sequences(tiny_world: World, tmp_pa
     for critic in ("head", "base"):
         more = {**CRITICS[critic], "adapter": "lora", "batch": batch}
         recipe = recipe_of(tiny_world, tmp_path, **more)
-        sizes[critic] = find_micro_batch(foreseen(recipe, read_config(tiny_world.base), 1), 64)
+        sizes[critic] = planned(recipe, read_config(tiny_world.base)).micro
     assert 1 <= sizes["base"] < 0.7 * sizes["head"]
 
 
@@ -74,6 +77,6 @@ def test_a_reward_model_is_counted_unless_it_judges_on_the_policys_base(tiny_wor
     own = own_reward_bytes(beside, ())
     classifier = replace(config, task="sequence-classification")
     assert own == 2 * classifier.parameter_count() and shared_rewards(beside) == [] and shared_rewards(upon) == [path]
-    assert foreseen(beside, config).parts.weights == foreseen(without, config).parts.weights + own
+    assert foreseen(beside, config).weights == foreseen(without, config).weights + own
     alone = upon.model_copy(update={"rewards": without.rewards})
-    assert foreseen(upon, config).parts.total == foreseen(alone, config).parts.total
+    assert foreseen(upon, config).total == foreseen(alone, config).total

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from danlu.recipe.sections import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])  # as of a script there
     return module
 
 
@@ -117,7 +120,7 @@ def test_what_is_imported_is_what_preflight_asks_for(gpu: ModuleType) -> None:
     code = """
 import sys, torch
 with_torch = {name.split(".")[0] for name in sys.modules}
-import builders.tiny_run, danlu.training.loop, danlu.inference.embedded, danlu.assembly.memory_estimate
+import builders.tiny_run, danlu.training.loop, danlu.inference.embedded, danlu.assembly.machine_memory
 import danlu.parallel.data, danlu.numerics.bitsandbytes_kernels, danlu.objectives.linear_cross_entropy
 names = {name.split(".")[0] for name in sys.modules} - with_torch - set(sys.stdlib_module_names)
 names = {name for name in names if not name.startswith("_sysconfigdata")}
@@ -127,3 +130,41 @@ print(*sorted(name for name in names if getattr(sys.modules.get(name), "__file__
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     # sympy and mpmath are torch's own.
     assert set(done.stdout.split()) <= {*gpu.NEEDED, *gpu.OPTIONAL, "danlu", "builders", "sympy", "mpmath"}
+
+
+@pytest.fixture
+def planned_figures(gpu: ModuleType) -> ModuleType:
+    return importlib.import_module("planned_figures")
+
+
+def test_the_plan_stands_next_to_what_was_measured(
+    gpu: ModuleType, planned_figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an H100, of which the table has figures: the same step, and one that recomputes all layers."""
+    card = SimpleNamespace(total_memory=85_021_556_736)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    config, device = gpu.config_of("8B", 4, 4096), torch.device("cuda")
+    whole = planned_figures.planned_figures(gpu.trained_in_full(4096), config, device)
+    assert whole["predicted_bytes"] == sum(whole["predicted"].values()) > 16 * config.parameter_count()
+    assert whole["predicted_tokens_per_second"] > 1000
+    recomputed = gpu.trained_in_full(4096).model_copy(
+        update={"memory": Memory.model_validate({"recompute": {"kind": "full"}})}
+    )
+    less = planned_figures.planned_figures(recomputed, config, device)  # control
+    assert less["predicted_bytes"] < whole["predicted_bytes"]
+    assert less["predicted_tokens_per_second"] < whole["predicted_tokens_per_second"]
+
+
+def test_errors_beyond_what_is_allowed_are_marked(planned_figures: ModuleType) -> None:
+    measured = {"peak_bytes": 2**30, "tokens_per_second": 100.0}
+    close = planned_figures.comparison(
+        {**measured, "predicted_bytes": 1.09 * 2**30, "predicted_tokens_per_second": 81.0}
+    )
+    assert close == ("1.09 GiB expected, 1 measured: +9.0%; 81 tokens/s expected, 100 measured: -19.0%")
+    far = planned_figures.comparison({**measured, "predicted_bytes": 0.89 * 2**30, "predicted_tokens_per_second": 121})
+    assert far.count("(!)") == 2 and "-11.0% (!)" in far and "+21.0% (!)" in far
+    assert planned_figures.comparison({**measured, "predicted_tokens_per_second": None}) is None
+    plan = {"memory": {"allocated": 7}, "tokens_per_second": None}
+    assert planned_figures.figures_of_plan(plan) == {"predicted_bytes": 7, "predicted_tokens_per_second": None}
+    assert planned_figures.figures_of_plan(None) == {}

@@ -95,7 +95,7 @@ def test_a_run_says_what_is_not_as_usual_and_writes_a_line_for_each_step(
     told_lines, error = said["undisturbed"]
     assert not error
     assert any("not synchronous SGD; each stage clips its own gradient to a norm of 0.5" in line for line in told_lines)
-    assert any(" + stash " in line for line in told_lines if line.startswith("memory expected"))
+    assert any(line.startswith("memory expected in each process of pipeline stage ") for line in told_lines)
     written = lines(folder / "undisturbed")
     assert [line["step"] for line in written if "loss" in line] == list(range(1, STEPS + 1))
     assert [line["step"] for line in written if "eval_loss" in line] == [6, 10]

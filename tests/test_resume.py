@@ -16,12 +16,12 @@ import torch
 from builders.stale_copies_worker import edit_json
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
-from danlu.assembly import memory_estimate
 from danlu.core.run_files import RunLock
 from danlu.data import tokenizer_folder
 from danlu.data.demo_data import conversations
 from danlu.data.tokenizer_training import CHATML
 from danlu.numerics.loss_scaling import LossScaler
+from danlu.planning import automatic_micro_batch
 from danlu.run import train
 from danlu.stages import reader
 from danlu.training import loop
@@ -330,11 +330,11 @@ def test_the_size_of_micro_batches_is_kept_when_it_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", batch={"micro": "auto"})
-    monkeypatch.setattr(memory_estimate, "MAX_CPU_TOKENS", 128)
+    monkeypatch.setattr(automatic_micro_batch, "MAX_CPU_TOKENS", 128)
     in_step(3, send(signal.SIGINT))
     assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[2]["micro"] == 2
-    monkeypatch.setattr(memory_estimate, "MAX_CPU_TOKENS", 256)  # as if more memory were free now
+    monkeypatch.setattr(automatic_micro_batch, "MAX_CPU_TOKENS", 256)  # as if more memory were free now
     assert danlu("train", recipe) == 0
     assert last_state(tmp_path / "run")[2]["micro"] == 2
     assert danlu("train", tiny_world.recipe(tmp_path / "new", batch={"micro": "auto"})) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from builders.parallel_steps import steps_of
+from builders.planned_memory import counted_states
 from builders.small_experts import KINDS, experts_config
 from danlu.assembly.optimizer import optimizer_of
 from danlu.core.types import MemoryParts
@@ -16,10 +17,10 @@ from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.planning.rank_memory import rank_states
 from danlu.recipe import load
-from danlu.run.memory_preview import estimate_from_config
+from danlu.run.read_workload import read_workload
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.step_budget import DecoderBudget
 from danlu.training.state import restore
 from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.step_traffic import StepTraffic, measure_step_traffic
@@ -65,10 +66,10 @@ def memory(cases: Sequence[Case]) -> list[tuple[MemoryParts, MemoryParts]]:
         placed, layout = training.placed, training.ranks.layout
         assert isinstance(placed, PlacedDecoder)
         optimizer = optimizer_of(placed.parameters(), training.recipe, torch.device("cpu"))
-        counted = DecoderBudget(placed).estimate(optimizer, 1)
-        config = placed.model.config
-        foreseen = estimate_from_config(training.recipe, config, layout=layout, device_type="cpu", micro=1)
-        found.append((counted.parts, foreseen.parts))
+        counted, _ = counted_states(placed, optimizer)
+        judges = layout.tensor == 1 and training.recipe.parallel.shard == "none"
+        workload = read_workload(training.recipe, placed.model.config, judges=judges)
+        found.append((counted, rank_states(workload, layout).parts))
     return found
 
 

@@ -161,17 +161,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="teachers or lora",
     ),
     Mutation(
-        "assembly/memory_estimate.py",
+        "planning/device_memory.py",
         "has_head=device == device_map.head,",
         "has_head=True,",
-        "assembly/test_memory_estimate.py",
+        "run/test_expected_memory.py",
         only="device_of_a_map",
     ),
     Mutation(
-        "assembly/memory_estimate.py",
-        "return min(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)",
-        "return max(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)",
-        "assembly/test_memory_estimate.py",
+        "planning/automatic_micro_batch.py",
+        "lambda micro: all(map(_fits_with_margin, memory(micro)))",
+        "lambda micro: any(map(_fits_with_margin, memory(micro)))",
+        "run/test_expected_memory.py",
         only="fits_into_each",
     ),
     Mutation(

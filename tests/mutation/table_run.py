@@ -355,15 +355,36 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/step_estimate.py",
         '        if self.device_type == "cpu":',
         "        if False:",
-        "assembly/test_memory_estimate.py",
+        "run/test_expected_memory.py",
         only="short_rows",
     ),
     Mutation(
         "planning/step_estimate.py",
         "rows = self.lengths if most is None else self.lengths[self.lengths <= most]",
         "rows = self.lengths",
-        "assembly/test_memory_estimate.py",
+        "run/test_expected_memory.py",
         only="short_rows",
+    ),
+    Mutation(
+        "planning/automatic_micro_batch.py",
+        "(1 - MARGIN) * (stage.room - stage.fixed)",
+        "(stage.room - stage.fixed)",
+        "run/test_expected_memory.py",
+        only="margin",
+    ),
+    Mutation(
+        "run/plan_changes.py",
+        '"fits": fits(other.plan, planned.target) is not False,',
+        '"fits": True,',
+        "run/test_expected_memory.py",
+        only="more_than_there_is",
+    ),
+    Mutation(
+        "planning/target.py",
+        "return whole if free is None else min(whole, free)",
+        "return whole",
+        "run/test_expected_memory.py",
+        only="more_than_there_is",
     ),
     # -- drawn at random by a tool
     Mutation(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders.expert_folder import EXPERTS, expert_folder
 from builders.placed_decoder import placed_of
+from builders.planned_memory import counted_states
 from builders.pretended_ranks import pretended_rank
 from builders.tiny_world import CONFIG, World
 
@@ -22,7 +23,6 @@ from danlu.planning.rank_memory import RankStates, rank_states
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe, load
 from danlu.run.read_workload import read_workload
-from danlu.stages.step_budget import DecoderBudget
 
 CPU = torch.device("cpu")
 LORA = {"kind": "lora", "targets": ["all-linear", "lm_head"], "modules_to_save": ["norm"]}
@@ -84,7 +84,7 @@ def counted(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int) -> M
     """The parts of a step that a rank's placed model, optimizer and shards take."""
     with pretended_rank(layout, rank) as ranks:
         decoder = placed_of(recipe, config, ranks=ranks)
-        return DecoderBudget(decoder).estimate(optimizer_of(decoder.parameters(), recipe, CPU), 1).parts
+        return counted_states(decoder, optimizer_of(decoder.parameters(), recipe, CPU))[0]
 
 
 def states(parts: MemoryParts) -> dict[str, int]:

@@ -132,7 +132,7 @@ def test_1f1b_worked_out_by_hand() -> None:
         16 + received + 1000,
         2 + received + 1000,
         2 + at_loss + head + 1000,
-        2 + 16 + head + 1000,
+        2 + 16 + 1000,
         2 + 2 + 1000,
         2 + 2 + 1000,
         2 + 2 + 1000,

@@ -325,7 +325,7 @@ def test_micro_batches_fill_the_memory_that_is_given(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = []
-    for number, memory in enumerate((0.0095, 0.012, 0.1)):
+    for number, memory in enumerate((0.003, 0.006, 0.1)):
         recipe = tiny_world.recipe(
             tmp_path / f"run{number}", batch={"sequences": 16, "micro": "auto", "memory": memory}
         )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from builders.adapter_folders import adapter_folder
 from builders.pair_stage import trained_tensors
+from builders.planned_memory import counted_states, planned_parts
 from builders.reference_stage import STAGE, loss_of, place_stage, recipe_file, train
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
@@ -24,12 +25,9 @@ from danlu.core.errors import RecipeError
 from danlu.core.types import Pack
 from danlu.models.loading import load as load_model
 from danlu.models.saving import save
-from danlu.parallel.layout import Layout
 from danlu.recipe import load, sections
 from danlu.recipe.reference import resolve_reference
-from danlu.run.memory_preview import estimate_from_config
 from danlu.stages.roles import FrozenDecoder
-from danlu.stages.step_budget import DecoderBudget
 from danlu.training.learner import MicroStep
 
 EVERY_KIND = ("cached", "frozen", "adapter-off")
@@ -171,10 +169,10 @@ def test_a_frozen_model_is_counted_and_foreseen(
         changes = {**changes_of(start, adapters), "precision": precision, "reference": {"kind": kind}}
         recipe = recipe_of(tiny_world, tmp_path, "run", **changes)
         placed, _ = place_stage(recipe)
-        counted = DecoderBudget(placed).estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 1)
-        foreseen = estimate_from_config(recipe, placed.model.config, layout=Layout(), device_type="cpu", micro=1)
-        parts[kind] = counted.parts.weights
-        assert foreseen.parts.weights == pytest.approx(counted.parts.weights, rel=0.02)
+        counted, _ = counted_states(placed, optimizer_of(placed.parameters(), recipe, torch.device("cpu")))
+        foreseen = planned_parts(recipe, placed.model.config)
+        parts[kind] = counted.weights
+        assert foreseen.weights == pytest.approx(counted.weights, rel=0.02)
     model = place_stage(recipe)[0].frozen["reference"].subject.model
     assert parts["frozen"] - parts["cached"] == model_bytes(model) > 0
 

@@ -59,6 +59,7 @@ def plan(
         _refuse_with_run({**options, "key=value": overrides or None})
         _show_run(recipe, as_json=as_json)
         return
+    _refuse_together(fits=fits, search=search, write=write, lengths=lengths, neighbours=neighbours)
     loaded = recipes.load(recipe, overrides or [])
     # Here, not above: a wrong recipe is refused before numpy is imported. Nothing here loads torch.
     from danlu.planning.cluster import Cluster
@@ -74,13 +75,7 @@ def plan(
             )
         return
     target = None if on is None else Target(Cluster.of(on))
-    if write is not None and search is None:
-        raise RecipeError(
-            "--write: writes the recipe in the layout that --search finds. Add --search 1, or leave it out"
-        )
     if search is not None:
-        if write is not None and write.exists():
-            raise RecipeError(f"--write {write}: exists already. Name another file")
         from danlu.run.plan_search import fastest_layouts
 
         with loaded.naming_places():
@@ -179,6 +174,32 @@ def _print(values: Mapping[str, Any], name: str, more: Mapping[str, list[dict[st
 
     for line in lines():
         echo(line)
+
+
+def _refuse_together(
+    *, fits: str | None, search: int | None, write: Path | None, lengths: Path | None, neighbours: bool
+) -> None:
+    """Raises RecipeError for options of which one would be ignored, and for a file that cannot be written later."""
+    if fits is not None:
+        others = {"--search": search, "--write": write, "--lengths": lengths, "--neighbours": neighbours or None}
+        if given := [option for option, value in others.items() if value is not None]:
+            raise RecipeError(
+                f"{', '.join(given)}: not with --fits, which looks for the largest that fits, of full packs"
+            )
+    if search is not None and neighbours:
+        raise RecipeError("--neighbours: not with --search, which plans all layouts. Leave one of them out")
+    if write is None:
+        return
+    if search is None:
+        raise RecipeError(
+            "--write: writes the recipe in the layout that --search finds. Add --search 1, or leave it out"
+        )
+    if write.exists():
+        raise RecipeError(f"--write {write}: exists already. Name another file")
+    if not write.absolute().parent.is_dir():
+        raise RecipeError(
+            f"--write {write}: there is no folder {write.absolute().parent}. Create it, or name another file"
+        )
 
 
 def _refuse_with_run(options: Mapping[str, object]) -> None:

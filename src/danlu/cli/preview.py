@@ -189,15 +189,14 @@ def _summary(
 
 
 def _write_model_and_memory(out: PlainWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
-    # Here: it loads torch, seconds in which all the rest can be read.
-    from danlu.run.memory_preview import preview_lines
+    from danlu.run.expected_memory import memory_lines
     from danlu.run.preview_model import preview_parameters
 
     if (counted := preview_parameters(recipe, tokenizer)) is not None:
         out.heading("model")
         out.line(counted)
     out.heading("memory")
-    for line in preview_lines(recipe, tokenizer):
+    for line in memory_lines(recipe):
         out.line(line.removeprefix("memory "))
 
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from danlu.core.machine import free_memory_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that are free on a CUDA device, or that the host can give without swapping; None where unknown.
+    """Returns the bytes that are free on a CUDA device, or `host_available_bytes`; None where unknown."""
+    if device.type == "cuda":
+        import torch
+
+        free: int = torch.cuda.mem_get_info(device)[0]
+        # Freed memory that torch keeps is free for tensors too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return host_available_bytes()
+
+
+def host_available_bytes() -> int | None:
+    """Returns the bytes that the host can give without swapping; None where unknown.
 
     On Linux that is MemAvailable (free memory, and caches that can be dropped), or the rest of the control group's
     limit, if that is less: a process that takes more is killed.
     """
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        # Freed memory that torch keeps is free for tensors too.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limits = [limit for limit in (_host_available(_MEMINFO), _cgroup_available(_CGROUPS)) if limit is not None]
     return min(limits, default=None)
 

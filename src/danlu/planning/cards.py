@@ -181,6 +181,16 @@ def find_card(kind: str) -> Card | str:
     return f"no card {kind!r} is known.{did_you_mean(kind, names)} There are {known}"
 
 
+def nvidia_free_bytes() -> list[int]:
+    """Bytes of memory of each GPU that no program takes now, as nvidia-smi shows them; none where there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return [int(line) << 20 for line in said.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
 def nvidia_devices() -> list[tuple[str, int]]:
     """Name and bytes of memory of each GPU that nvidia-smi shows; none where there is no nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

@@ -27,6 +27,7 @@ class Lengths:
     """A sentence on what was assumed of their lengths."""
 
 
+_MOST_TOKENS = 1 << 40
 FULL_PACKS = Lengths(None, "full packs")
 
 
@@ -100,7 +101,7 @@ def _lengths_of(value: Any, where: str) -> list[int]:
 
 
 def _count(length: Any, where: str, *, least: int = 1) -> int:
-    if isinstance(length, bool) or not isinstance(length, int) or length < least:
+    if isinstance(length, bool) or not isinstance(length, int) or not least <= length <= _MOST_TOKENS:
         raise DataError(
             f"{where}: {length!r} is no number of tokens. Give whole numbers from 1 up, objects with tokens or "
             "length, or a run's rollouts.jsonl"

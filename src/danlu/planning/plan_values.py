@@ -7,10 +7,10 @@ from typing import Any
 
 from danlu.optim.state_shapes import average_bytes, optimizer_bytes
 from danlu.parallel.collective_traffic import CollectiveTraffic
-from danlu.planning.cluster import Cluster
 from danlu.planning.host_memory import result_bytes
 from danlu.planning.lengths import Lengths
 from danlu.planning.step_plan import RankMemory, RlSeconds, StepPlan, StepSeconds
+from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe
 
@@ -18,10 +18,9 @@ FORMAT = 1
 """The format of plan.json, as `report.plan_comparison` reads it; a change of a key's meaning raises it."""
 
 
-def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+def plan_values(plan: StepPlan, workload: Workload, target: Target) -> dict[str, Any]:
     """Returns the values of a plan, those of the worst stage first."""
-    recipe, room = workload.recipe, cluster.card.memory_bytes
-    worst = plan.worst
+    recipe, cluster, worst = workload.recipe, target.cluster, plan.worst
     stages = [_memory(stage.memory) for stage in plan.stages]
     card = cluster.card
     return {
@@ -30,7 +29,8 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
             "card": card.name,
             "nodes": cluster.nodes,
             "cards_per_node": cluster.cards_per_node,
-            "memory_bytes": room,
+            "memory_bytes": card.memory_bytes,
+            "available_bytes": target.room_bytes(worst.memory.device),
             "host_memory_bytes": cluster.host_memory_bytes,
         },
         "layout": {"processes": plan.layout.world, "degrees": str(plan.layout), **vars(plan.layout)},
@@ -43,7 +43,7 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
         "documents": _documents(workload.lengths),
         "memory": {"stage": plan.stages.index(worst), **_memory(worst.memory)},
         "stages": stages if len(stages) > 1 else [],
-        "fits": taken_bytes(worst.memory) <= room if room else None,
+        "fits": fits(plan, target),
         "checkpoint_bytes": checkpoint_bytes(workload),
         "checkpoints_kept": recipe.checkpoint.keep,
         "result_bytes": result_bytes(workload),
@@ -54,7 +54,7 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
         "tokens_per_second": plan.tokens_per_s if plan.rollout is None else None,
         "mfu": None if (peak := card.peaks.get(_precision(recipe))) is None or plan.rollout else plan.mfu(peak),
         "rollout": None if plan.rollout is None else _rollout(plan.rollout),
-        "training": _training(plan, workload, cluster),
+        "training": _training(plan, workload, cluster.price_per_card_hour),
         "assumptions": [*plan.assumptions, *_assumed(plan.rollout)],
     }
 
@@ -62,6 +62,14 @@ def plan_values(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[st
 def taken_bytes(memory: RankMemory) -> int:
     """Bytes of the device that a process takes: those that its allocator holds, where these are known."""
     return memory.allocated if memory.reserved is None else memory.reserved
+
+
+def fits(plan: StepPlan, target: Target) -> bool | None:
+    """Whether every stage, or every device of a device map, takes no more than it may; None where that is unknown."""
+    rooms = [target.room_bytes(stage.memory.device) for stage in plan.stages]
+    if not all(rooms):
+        return None
+    return all(taken_bytes(stage.memory) <= room for stage, room in zip(plan.stages, rooms, strict=True))
 
 
 def checkpoint_bytes(workload: Workload) -> int:
@@ -87,6 +95,7 @@ def _memory(memory: RankMemory) -> dict[str, Any]:
         "allocated": memory.allocated,
         "reserved": memory.reserved,
         "host": vars(memory.host),
+        "device": memory.device,
     }
 
 
@@ -132,14 +141,13 @@ def _documents(lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _training(plan: StepPlan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+def _training(plan: StepPlan, workload: Workload, price: float | None) -> dict[str, Any]:
     """The whole training: steps, tokens, hours and price; None where nothing is known of it."""
     steps = _steps(plan, workload)
     step_s = None if plan.seconds is None else plan.seconds.total
     if plan.rollout is not None:
         step_s = plan.rollout.total / plan.rollout.steps
     hours = None if steps is None or step_s is None else steps * step_s / 3600
-    price = cluster.price_per_card_hour
     return {
         "steps": steps,
         "tokens": None if steps is None else steps * plan.tokens,

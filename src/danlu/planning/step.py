@@ -10,6 +10,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES
@@ -24,7 +26,7 @@ from danlu.planning.host_memory import host_bytes
 from danlu.planning.pipeline_bounds import representative
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.primitives import PassSeconds
-from danlu.planning.rank_memory import RankStates, rank_states, stage_step
+from danlu.planning.rank_memory import RankStates, rank_states
 from danlu.planning.rl_phases import planned_rollout
 from danlu.planning.rollout_memory import memory_while_answering
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
@@ -33,11 +35,6 @@ from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, step_events
 from danlu.planning.step_work import clip_work, update_work
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
-
-_MAX_CPU_TOKENS = 4096
-"""More tokens at once make CPU steps no faster, only larger."""
-_FREE_SHARE = 0.8
-"""The share of the free memory that `batch.micro: auto` gives to activations."""
 
 
 def plan_step(
@@ -61,23 +58,36 @@ def plan_within(
 
 
 def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
-    """Packed sequences of a micro-batch: as the recipe says, or the most that fit on every stage."""
+    """Packed sequences of a micro-batch: as the recipe says, or the most with a step that fits on every stage; at least
+    the smallest one.
+
+    Raises RecipeError where `batch.memory` does not hold the smallest one.
+    """
     recipe = workload.recipe
     per_step = -(-recipe.batch.packs(recipe.data.max_length) // layout.data)
     if recipe.batch.micro != "auto":
         return workload.micro_batches(recipe.batch.micro, layout.data)[0]
-    workload, at_most = workload.dealt_to(layout.data), per_step
-    if target.device_type == "cpu":
-        at_most = min(per_step, max(1, _MAX_CPU_TOKENS // recipe.data.max_length))
-    budget = recipe.batch.memory
-    available = target.cluster.card.memory_bytes if budget is None else budget * 2**30
-    share = _FREE_SHARE if budget is None else 1.0
-    largest = at_most
-    for stage in range(layout.pipeline):
-        states = rank_states(workload, layout, stage=stage, device_type=target.device_type)
-        step = stage_step(workload, stage, states.parts, target.device_type, target.kernels, 1).step_memory()
-        largest = min(largest, step.largest_micro_batch(available, at_most, share=share))
-    return largest
+    from danlu.planning.automatic_micro_batch import automatic_micro_batch
+
+    return automatic_micro_batch(workload, layout, target, per_step, _Planner(workload, layout, target).stage_memory)
+
+
+class StageBytes(NamedTuple):
+    """The memory of a stage's process, or of one device of a device map, in bytes."""
+
+    fixed: int
+    """Bytes that its micro-batches do not change: weights, gradients, optimizer state."""
+    peak: int
+    """The most at once in a step."""
+    room: int
+    """Bytes that it may take; 0 where that is not known."""
+    device: str = ""
+
+
+def stage_memory(workload: Workload, layout: Layout, target: Target, micro: int) -> list[StageBytes]:
+    """The memory of each stage at the peak of a step with micro-batches of so many packed sequences, without that of
+    rollouts."""
+    return _Planner(workload, layout, target).stage_memory(micro)
 
 
 @dataclass
@@ -85,8 +95,8 @@ class _Planner:
     workload: Workload
     layout: Layout
     target: Target
-    times: LayerTimes | None
-    micro: int | None
+    times: LayerTimes | None = None
+    micro: int | None = None
     most_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,14 +114,10 @@ class _Planner:
             self.times = LayerTimes(speeds)
         micro = self.micro or micro_batch(workload, layout, self.target)
         micro_batches = workload.micro_batches(micro, layout.data)[1]
-        stages = range(layout.pipeline)
-        states = [rank_states(workload, layout, stage=stage, device_type=self.target.device_type) for stage in stages]
+        states = self.states
         seconds = self._chunk_seconds(micro)
         collectives = self._collectives(seconds, micro, micro_batches)
-        largest = micro
-        if recipe.stage == "rl":  # prompts have trees of all their answers, which are longer than a sequence
-            largest = largest_micro_batch(workload, micro, layout.data)
-        costs = self._costs(states, seconds, collectives, largest)
+        costs = self._costs(states, seconds, collectives, self._largest_sequences(micro))
         ends = [
             self._rank_cost(own, self._update(own).forward + of_stage.at_end)
             for own, of_stage in zip(states, collectives, strict=True)
@@ -119,6 +125,10 @@ class _Planner:
         fewest = self._representative(micro_batches)
         walks = walk(self._lists(fewest), costs, ends)
         memory = [self._largest(state, own) for state, own in zip(states, walks, strict=True)]
+        if recipe.parallel.device_map is not None:
+            from danlu.planning.device_memory import device_memory
+
+            _, memory = device_memory(workload, states[0], self.target, self._largest_sequences(micro), fewest)
         if self.most_bytes is not None and max(each.allocated for each in memory) > self.most_bytes:
             return None
         events = [list(own.events) for own in walks]
@@ -129,16 +139,58 @@ class _Planner:
             layout,
             micro,
             micro_batches,
-            tuple(
-                StagePlan(of_rank, tuple(own), of_stage.traffic)
-                for of_rank, own, of_stage in zip(memory, events, collectives, strict=True)
-            ),
+            self._stage_plans(memory, events, collectives),
             of_step,
             tokens=self._tokens(),
             flops=self._flops(micro) * micro_batches * layout.data,
             rollout=planned_rollout(workload, layout, self.target, micro, None if of_step is None else of_step.total),
             assumptions=tuple(self._assumptions()),
         )
+
+    def _stage_plans(
+        self,
+        memory: Sequence[RankMemory],
+        events: Sequence[Sequence[TimelineEvent]],
+        collectives: Sequence[StageCollectives],
+    ) -> tuple[StagePlan, ...]:
+        if self.workload.recipe.parallel.device_map is not None:  # one process, with memory on each of its devices
+            return tuple(StagePlan(each, tuple(events[0]), ()) for each in memory)
+        return tuple(
+            StagePlan(of_rank, tuple(own), of_stage.traffic)
+            for of_rank, own, of_stage in zip(memory, events, collectives, strict=True)
+        )
+
+    @cached_property
+    def states(self) -> list[RankStates]:
+        """The bytes of each stage that its micro-batches do not change."""
+        stages, device_type = range(self.layout.pipeline), self.target.device_type
+        return [rank_states(self.workload, self.layout, stage=stage, device_type=device_type) for stage in stages]
+
+    def stage_memory(self, micro: int) -> list[StageBytes]:
+        """The memory of each stage at the peak of a step with micro-batches of so many packed sequences."""
+        workload, recipe, layout = self.workload, self.workload.recipe, self.layout
+        micro_batches = workload.micro_batches(micro, layout.data)[1]
+        largest, fewest = self._largest_sequences(micro), self._representative(micro_batches)
+        if recipe.parallel.device_map is not None:
+            from danlu.planning.device_memory import device_memory
+
+            fixed, memory = device_memory(workload, self.states[0], self.target, largest, fewest)
+        else:
+            costs = self._costs(self.states, None, (), largest)
+            walks = walk(self._lists(fewest), costs, [self._rank_cost(own, 0.0) for own in self.states])
+            fixed = [own.parts for own in self.states]
+            memory = [_memory(own, walked) for own, walked in zip(self.states, walks, strict=True)]
+        return [
+            StageBytes(parts.total, own.allocated, self.target.room_bytes(own.device), own.device)
+            for parts, own in zip(fixed, memory, strict=True)
+        ]
+
+    def _largest_sequences(self, micro: int) -> int:
+        """The packed sequences that have as many tokens as the largest micro-batch."""
+        if self.workload.recipe.stage != "rl":
+            return micro
+        # Prompts have trees of all their answers, which are longer than a sequence.
+        return largest_micro_batch(self.workload, micro, self.layout.data)
 
     def _largest(self, states: RankStates, own: StageWalk) -> RankMemory:
         """The memory at the peak of a step, or of a rollout, in which the process answers itself."""

@@ -96,10 +96,9 @@ class StepEstimate:
 
     @property
     def _most_paths(self) -> int:
-        """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
         if self.rows is not None:
             return 1
-        return 2 if self.recipe.row_type == "preference" or self.recipe.needs_mismatched else 1
+        return longest_paths(self.recipe)
 
     @property
     def _sequences(self) -> int:
@@ -284,6 +283,11 @@ class StepEstimate:
             return 0
         matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
         return matrix * (2 * _FLOAT32 if recipe.adapter is None else ELEMENT_BYTES[recipe.precision])
+
+
+def longest_paths(recipe: Recipe) -> int:
+    """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+    return 2 if recipe.row_type == "preference" or recipe.needs_mismatched else 1
 
 
 def context_cut(section: Context) -> ContextCut | None:

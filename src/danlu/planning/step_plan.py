@@ -42,6 +42,8 @@ class RankMemory:
     reserved: int | None = None
     """Bytes that the allocator of the device holds at that time; None: as many as are allocated, as on a CPU."""
     host: HostBytes = HostBytes(0, 0, 0)
+    device: str = ""
+    """The device of a device map; empty where all of the process is on one device."""
 
     @property
     def allocated(self) -> int:
@@ -113,7 +115,7 @@ class RlSeconds:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a pipeline, as its first process runs it; the only one without a pipeline."""
+    """One stage of a pipeline, as its first process runs it, or one device of a device map; else the only one."""
 
     memory: RankMemory
     events: tuple[TimelineEvent, ...]

@@ -321,7 +321,6 @@ class _RankMemory:
             peak = cost.first_backward
         moment = self._now(
             activations=peak.activations - shared,
-            logits=0 if missing else cost.gradients_of_forward,  # which are added to those that are there
             gradients=peak.gradients,
             gathered=self._gathering(cost),
         )

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from danlu.planning.batch_shape import Kernels
 from danlu.planning.cluster import Cluster
+from danlu.planning.device_map import Device
 from danlu.planning.machine_profile import MachineProfile
 from danlu.planning.speeds import COMPILED_PASSES, CardSpeeds, ProfileSpeeds, Speeds
 
@@ -21,6 +22,20 @@ class Target:
     cluster: Cluster
     profile: MachineProfile | None = None
     """Measured speeds; None: those of the cluster's cards."""
+    free_bytes: int | None = None
+    """Bytes of a rank's memory that nothing else takes when the run begins; None: all of its card's."""
+    devices: tuple[Device, ...] = ()
+    """The devices that `parallel.device_map` deals the layers of one process to."""
+    own_kernels: Kernels | None = None
+    """The attention kernels that torch has here; None: the usual ones."""
+
+    def room_bytes(self, device: str = "") -> int:
+        """Bytes that a rank may take, or one device of a device map; 0 where they are not known."""
+        whole, free = self.cluster.card.memory_bytes, self.free_bytes
+        if device:
+            free = next(each.free_bytes for each in self.devices if each.name == device)
+            return whole if free is None else free
+        return whole if free is None else min(whole, free)
 
     @property
     def device_type(self) -> str:
@@ -32,6 +47,8 @@ class Target:
     @property
     def kernels(self) -> Kernels:
         """The attention kernels of its devices."""
+        if self.own_kernels is not None:
+            return self.own_kernels
         return "cpu" if self.device_type == "cpu" else "flash"
 
     @cached_property

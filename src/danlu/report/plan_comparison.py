@@ -27,15 +27,17 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     file = folder / PLAN
     try:
         values = parse_json(read_small(file))
+        if not isinstance(values, dict):
+            raise ValueError("no JSON object")
         if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']!r}, and this danlu reads {FORMAT}")
+            raise ValueError(f"its format is {values['format']!r}, and this danlu reads {FORMAT}")
         missing = [key for key in _KEYS if key not in values]
         if missing or not isinstance(values["memory"]["parts"], dict):
             raise ValueError(f"without {', '.join(missing) or 'parts of the memory'}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = f"without {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
         raise DataError(
             f"{file}: not the plan of a run, or torn ({reason}). The run writes it when it starts"
         ) from None

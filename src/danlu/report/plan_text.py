@@ -43,6 +43,7 @@ def plan_lines(values: Mapping[str, Any], name: str) -> Iterator[str]:
     )
     if values["rollout"] is None:
         yield f"documents: {_documents(values['documents'])}"
+    yield from _verdict(values)
     yield ""
     yield from _memory_lines(values)
     yield ""
@@ -51,6 +52,19 @@ def plan_lines(values: Mapping[str, Any], name: str) -> Iterator[str]:
         yield ""
         yield "== assumed"
         yield from (f"  {sentence}" for sentence in values["assumptions"])
+
+
+def _verdict(values: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the step fits into the memory that the process may take, where that is known."""
+    memory, machine = values["memory"], values["machine"]
+    if values["fits"] is None:
+        return
+    taken = memory["allocated"] if memory["reserved"] is None else memory["reserved"]
+    available = machine.get("available_bytes", machine["memory_bytes"])
+    free = " that are free now" if available < machine["memory_bytes"] else ""
+    unit, divisor = ("GiB", _GIB) if taken >= _GIB else ("MiB", _MIB)
+    verdict = "it fits" if values["fits"] else "it does NOT fit"
+    yield f"{verdict}: {taken / divisor:,.2f} {unit} of {available / _GIB:,.1f} GiB{free} ({taken / available:.1%})"
 
 
 def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -142,15 +156,17 @@ def _documents(documents: Mapping[str, Any]) -> str:
         return "full packs, as the token cache has no rows of this recipe (danlu preview fills it)"
     mean = documents["tokens"] / documents["rows"]
     return (
-        f"{documents['rows']:,} rows of {documents['tokens']:,} tokens from the {documents['source']}, {mean:,.0f} on "
+        f"{_counted(documents['rows'], 'row')} of {_counted(documents['tokens'], 'token')} from the "
+        f"{documents['source']}, {mean:,.0f} on "
         f"average, at most {documents['longest']:,}"
     )
 
 
 def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    memory, room = values["memory"], values["machine"]["memory_bytes"]
-    stages = values["stages"]
+    memory, stages = values["memory"], values["stages"]
     of_stage = f", of pipeline stage {memory['stage']}, which needs most" if stages else ""
+    if memory.get("device"):
+        of_stage = f", on {memory['device']}{', which needs most' if stages else ''}"
     yield f"== memory of a process at the peak of a step{of_stage}"
     unit, divisor = ("GiB", _GIB) if memory["allocated"] >= _GIB else ("MiB", _MIB)
 
@@ -165,15 +181,13 @@ def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
     if memory["reserved"] is not None:
         rows.append(("reserved by the allocator", size(memory["reserved"])))
     yield from (f"  {line}" for line in aligned_rows(rows))
-    taken = memory["allocated"] if memory["reserved"] is None else memory["reserved"]
-    if values["fits"] is not None:
-        verdict = "fits" if values["fits"] else "does not fit"
-        yield f"  {verdict}: {size(taken)} of {room / _GIB:,.1f} GiB, {taken / room:.0%}"
     if len(memory["by_role"]) > 1:
         yield f"  models: {', '.join(f'{role} {size(count)}' for role, count in memory['by_role'].items())}"
     if stages:
-        shown = ", ".join(size(each["allocated"]) for each in stages[:_ELLIPSIS])
-        yield f"  by stage: {shown}{', ...' if len(stages) > _ELLIPSIS else ''}"
+        sizes = [f"{each.get('device') or ''} {size(each['allocated'])}".strip() for each in stages[:_ELLIPSIS]]
+        shown = ", ".join(sizes)
+        kind = "device" if memory.get("device") else "stage"
+        yield f"  by {kind}: {shown}{', ...' if len(stages) > _ELLIPSIS else ''}"
     host = {name: count for name, count in memory["host"].items() if count}
     if host:
         yield f"  host memory: {', '.join(f'{name} {size(count)}' for name, count in host.items())}"
@@ -230,6 +244,10 @@ def _rollout_lines(values: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {line}" for line in _training(values["training"]))
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def _unmeasured(processes: int) -> str:
     several = f" --processes {processes}" if processes > 1 else ""
     return f"this machine was not measured. Run danlu bench machine{several},"
@@ -239,7 +257,7 @@ def _training(training: Mapping[str, Any]) -> Iterator[str]:
     price = "" if training["price"] is None else f", {training['price']:,.2f} in price"
     if training["steps"] is not None:
         hours = "" if training["hours"] is None else f": {training['hours']:,.2f} hours{price}"
-        yield f"{training['steps']:,} steps, {training['tokens']:,} tokens{hours}"
+        yield f"{_counted(training['steps'], 'step')}, {training['tokens']:,} tokens{hours}"
     elif (hours := training["hours_per_billion_tokens"]) is not None:
         yield f"{hours:,.2f} hours for a billion tokens"
 

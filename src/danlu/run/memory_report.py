@@ -1,17 +1,16 @@
-"""Reports of a run's memory: the expected memory of its steps, and its parts when it ran out."""
+"""Reports of a run's memory: the planned memory of its steps, and its parts when it ran out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines
 from danlu.core.errors import ResourceError
-from danlu.core.types import MemoryParts
 from danlu.recipe import Recipe
+from danlu.run.run_plan import RunPlan
 from danlu.stages.protocols import StepBudget
 from danlu.training.memory_parts import resident_bytes
 from danlu.training.metrics import peak_memory_bytes
@@ -19,26 +18,41 @@ from danlu.training.out_of_memory import is_out_of_memory, out_of_memory_message
 from danlu.training.state import Run
 from danlu.training.units import format_bytes
 
+if TYPE_CHECKING:
+    from danlu.run.planned_step import PlannedStep
+
 
 class MemoryReport:
-    """A context in which an allocator's error becomes a ResourceError: with the parts of the memory, and advice.
+    """A context in which an allocator's error becomes a ResourceError: with the parts of the memory, and single changes
+    that save some.
 
     Enter it before the model is placed, and call `began` as soon as there is a run.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+    def __init__(self, recipe: Recipe, device: torch.device, plan: RunPlan) -> None:
+        self.recipe, self.device, self.plan = recipe, device, plan
         self._run: Run | None = None
         self._budget: StepBudget | None = None
-        self._estimate: MemoryEstimate | None = None
 
     def began(self, run: Run, budget: StepBudget) -> None:
         """Sets the run: from here on the parts of a step's memory are known."""
-        self._run, self._budget, self._estimate = run, budget, budget.expected(run)
+        self._run, self._budget = run, budget
 
     def expected(self) -> Sequence[str]:
-        """Lines for the console on the expected memory of a step; with advice where that is more than there is."""
-        return () if self._estimate is None else expected_lines(self._estimate, is_placed=True)
+        """Lines for the console on the planned memory of a step; with what to change where that is more than there is.
+
+        None where there is no plan: `RunPlan.write` says why.
+        """
+        planned = self.plan.planned(self._micro)
+        if planned is None:
+            return ()
+        from danlu.run.expected_memory import expected_lines
+
+        return tuple(expected_lines(planned))
+
+    @property
+    def _micro(self) -> int | None:
+        return None if self._run is None else self._run.learner.micro
 
     def __enter__(self) -> Self:
         return self
@@ -50,15 +64,15 @@ class MemoryReport:
             raise ResourceError(self._message(error)) from error
 
     def _message(self, error: BaseException) -> str:
-        from danlu.planning.memory_advice import advice
+        planned = self.plan.planned(self._micro)
+        run, lines = self._run, [f"{out_of_memory_message(error)}. {self._room(planned)}"]
+        lines += self._parts(planned)
+        if planned is not None:
+            from danlu.run.expected_memory import advice
 
-        run, lines = self._run, [f"{out_of_memory_message(error)}. {self._room()}"]
-        if (parts := self._parts()) is not None:
-            named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
-            lines.append(f"a step takes {named} = {format_bytes(parts.total)} in tensors")
-        micro = 1 if run is None else run.learner.micro
-        known = {} if parts is None else vars(parts)
-        lines.append(advice(self.recipe, known, device_type=self.device.type, micro=micro))
+            lines.append(advice(planned))
+        elif self.plan.problem is not None:
+            lines.append(f"what would save memory is not known, as a step cannot be planned: {self.plan.problem}")
         latest = None if run is None else run.store.latest()
         if latest is None:
             lines.append("nothing was saved yet")
@@ -68,18 +82,25 @@ class MemoryReport:
             )
         return "\n  ".join(lines)
 
-    def _parts(self) -> MemoryParts | None:
-        """The parts as they were measured, once there was a step; else as they are expected."""
+    def _parts(self, planned: PlannedStep | None) -> list[str]:
+        """A line of the parts as they were counted, once there was a step; else as they are planned."""
         run, budget = self._run, self._budget
         counted = None if run is None else run.learner.activations
         if run is not None and budget is not None and counted is not None and counted.peak_bytes:
-            return budget.memory(run)
-        return None if self._estimate is None else self._estimate.parts
+            parts = {name: count for name, count in vars(budget.memory(run)).items() if count}
+        elif planned is not None:
+            from danlu.run.expected_memory import memory_parts
 
-    def _room(self) -> str:
+            parts = memory_parts(planned.plan.worst.memory)
+        else:
+            return []
+        listed = " + ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+        return [f"a step takes {listed} = {format_bytes(sum(parts.values()))} in tensors"]
+
+    def _room(self, planned: PlannedStep | None) -> str:
         """The memory that is taken and free now, as far as the system tells; on each of several devices."""
-        several = () if self._estimate is None else self._estimate.by_device
-        devices = [torch.device(own.device) for own in several] or [self.device]
+        names = [] if planned is None else [stage.memory.device for stage in planned.plan.stages]
+        devices = [torch.device(name) for name in names if name] or [self.device]
         return ". ".join(dict.fromkeys(map(_room_on, devices)))
 
 

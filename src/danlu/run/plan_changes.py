@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from danlu.core.errors import DanluError
 from danlu.planning.lengths import FULL_PACKS
-from danlu.planning.plan_values import taken_bytes
+from danlu.planning.plan_values import fits, taken_bytes
 from danlu.recipe import Recipe
 from danlu.run.planned_step import PlannedStep, planned_step
 
@@ -29,7 +29,6 @@ def lighter_plans(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
     """
     lighter = []
     before = taken_bytes(planned.plan.worst.memory)
-    room = planned.target.cluster.card.memory_bytes
     for change in _changes(planned):
         other = _changed(planned, load, change.override)
         if other is None:
@@ -43,7 +42,7 @@ def lighter_plans(planned: PlannedStep, load: Load) -> list[dict[str, Any]]:
                     "taken": taken,
                     "seconds": seconds,
                     "note": change.note,
-                    "fits": taken <= room,
+                    "fits": fits(other.plan, planned.target) is not False,
                 }
             )
     return sorted(lighter, key=_order)

@@ -28,6 +28,6 @@ def fastest_layouts(
     target = target or target_here(recipe)
     workload = planned_workload(recipe, lengths, rollout_lengths)
     return [
-        {"settings": each.choice.overrides(), "plan": plan_values(each.plan, workload, target.cluster)}
+        {"settings": each.choice.overrides(), "plan": plan_values(each.plan, workload, target)}
         for each in search(workload, Space.of(workload, target), target, top)
     ]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
-from danlu.assembly.recipe_adapters import base_config, own_tokenizer, recipe_tokens, trained_tokens
-from danlu.assembly.stored_base import stored_base
+from danlu.assembly.policy_tensors import policy_tensors_of
+from danlu.assembly.recipe_adapters import base_config, own_tokenizer, recipe_tokens
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import ModelConfig
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
-from danlu.planning.model_tensors import NO_FILES, UNSTORED, FileAdapter, ModelTensors, policy_tensors
 from danlu.recipe import Recipe, sections
 from danlu.recipe.roles import task_of
 from danlu.recipe.value import value_share
@@ -62,7 +60,7 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
         config = config_of(recipe, tokenizer)
         if config is None:
             return None
-        policy = tensors_of(recipe, config)
+        policy = policy_tensors_of(recipe, config)
         total = sum(each.elements for each in policy.tensors if each.is_parameter)
         trained = sum(math.prod(shape) for shape in policy.trained.values())
         if value_share(recipe) == "none":
@@ -74,9 +72,3 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
         return parameters_and_trained(total, trained)
     except ModelError:  # the estimate of memory says so
         return None
-
-
-def tensors_of(recipe: Recipe, config: ModelConfig, files: Mapping[str, FileAdapter] = NO_FILES) -> ModelTensors:
-    """The tensors of the policy of a recipe, as a run on this base would keep them. files: as `policy_tensors` has."""
-    stored = UNSTORED if recipe.adapter is None else stored_base(recipe.model, config)
-    return policy_tensors(recipe, config, stored, trained_tokens(recipe.model, recipe.adapter), files)

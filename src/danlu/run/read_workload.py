@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from danlu.assembly.policy_tensors import policy_tensors_of
 from danlu.assembly.recipe_adapters import base_config
 from danlu.models.config import ModelConfig
 from danlu.planning.lengths import FULL_PACKS, Lengths
@@ -10,7 +11,6 @@ from danlu.planning.workload import FrozenModel, Workload
 from danlu.recipe import Recipe
 from danlu.recipe.roles import ModelSpec, RewardModel, frozen_roles, roles_of
 from danlu.recipe.value import value_share
-from danlu.run.preview_model import tensors_of
 from danlu.stages.role_configs import own_config, own_reward_bytes, resolve_reward_model, shared_rewards
 
 
@@ -31,7 +31,7 @@ def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_P
     return Workload(
         recipe,
         config,
-        tensors_of(recipe, config),
+        policy_tensors_of(recipe, config),
         tuple(frozen),
         critic=own_config(recipe, config.vocab_size) if value_share(recipe) == "none" else None,
         reward_bytes=own_reward_bytes(recipe, shared_rewards(recipe) if judges else ()),

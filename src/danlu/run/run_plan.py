@@ -6,35 +6,99 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from danlu.assembly.memory_estimate import processes_here
+from danlu.assembly.machine_memory import free_bytes, gpus_of_torch, kernels_name, processes_here
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import DanluError
 from danlu.core.run_files import PLAN
 from danlu.core.types import MemoryParts
 from danlu.recipe import Recipe
 
+if TYPE_CHECKING:
+    import torch
 
-def write_plan(folder: Path, recipe: Recipe, *, world: int, micro: int, log: Callable[[str], None]) -> None:
-    """Plans the steps of a run on this machine, and writes the plan into its folder.
+    from danlu.planning.target import Target
+    from danlu.run.planned_step import PlannedStep
 
-    A run needs no plan, so whatever keeps it from having one is a line for the console, and a plan of earlier steps is
-    removed. world: processes. micro: packed sequences of a micro-batch.
+
+class RunPlan:
+    """The plan of a run's steps on this machine, made when it is first asked for.
+
+    Memory that is free now counts as what its processes may take, so it is made before models are placed.
     """
-    if recipe.stage == "classify":
-        return
-    (folder / PLAN).unlink(missing_ok=True)
-    try:
-        # Here, not above: a dry run and the processes but the first load none of this.
-        from danlu.run.planned_step import planned_step, target_here
 
-        own = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro": micro})})
-        values = planned_step(own, target_here(own, world, world // processes_here(world))).values
-        write_atomically(folder / PLAN, f"{json.dumps(values, indent=2, allow_nan=False)}\n".encode())
-    except Exception as error:  # whatever it is: a run must not end for its plan
-        is_expected = isinstance(error, DanluError | OSError)
-        log(f"no plan of the steps ({PLAN}): {error if is_expected else f'{type(error).__name__}: {error}'}")
+    def __init__(self, recipe: Recipe, device: torch.device, world: int) -> None:
+        self.recipe, self.device, self.world = recipe, device, world
+        self.problem: str | None = None
+        """The reason why the run has no plan, once one was asked for."""
+        self._free_bytes = free_bytes(device, world)
+        self._planned: dict[int | None, PlannedStep | None] = {}
+
+    def micro_batch(self) -> int:
+        """The packed sequences of a micro-batch that `batch.micro: auto` stands for.
+
+        Raises RecipeError where `batch.memory` does not hold the smallest one.
+        """
+        from danlu.run.planned_step import planned_micro_batch
+
+        return planned_micro_batch(self.recipe, self._target(measured=False))
+
+    def planned(self, micro: int | None = None) -> PlannedStep | None:
+        """The plan of steps with micro-batches of so many packed sequences, or as many as the recipe says; None where
+        the run cannot be planned.
+
+        A run needs no plan, so nothing is raised, whatever it is.
+        """
+        if self.recipe.stage == "classify":
+            return None
+        if micro not in self._planned:
+            self._planned[micro] = self._plan(micro)
+        return self._planned[micro]
+
+    def write(self, folder: Path, micro: int, log: Callable[[str], None]) -> None:
+        """Writes the plan into the folder of the run. What keeps it from having one is a line for the console, and a
+        plan of earlier steps is removed.
+        """
+        (folder / PLAN).unlink(missing_ok=True)
+        planned, problem = self.planned(micro), self.problem
+        if planned is not None:
+            try:
+                text = json.dumps(planned.values, indent=2, allow_nan=False)
+                write_atomically(folder / PLAN, f"{text}\n".encode())
+            except (OSError, ValueError) as error:
+                problem = str(error)
+        if problem is not None:
+            log(f"no plan of the steps ({PLAN}): {problem}")
+
+    def _plan(self, micro: int | None) -> PlannedStep | None:
+        own = self.recipe
+        if micro is not None:
+            own = own.model_copy(update={"batch": own.batch.model_copy(update={"micro": micro})})
+        try:
+            # Here, not above: the processes but the first load none of this.
+            from danlu.run.planned_step import planned_step
+
+            return planned_step(own, self._target())
+        except Exception as error:  # whatever it is: a run must not end for its plan
+            from danlu.run.expected_memory import why_unplanned
+
+            self.problem = why_unplanned(error)
+            return None
+
+    def _target(self, *, measured: bool = True) -> Target:
+        from danlu.run.planned_step import target_here
+
+        nodes = self.world // processes_here(self.world)
+        target = target_here(self.recipe, self.world, nodes, free_bytes=self._free_bytes, measured=measured)
+        if self.device.type == "cuda" and target.device_type == "cpu":  # nvidia-smi is not there
+            target = replace(target, cluster=gpus_of_torch(self.device, nodes, self.world // nodes), profile=None)
+        target = replace(target, own_kernels=kernels_name(self.device.type))
+        if self.recipe.parallel.device_map is not None:
+            from danlu.assembly.devices import visible_devices
+
+            target = replace(target, devices=visible_devices(self.recipe.device))
+        return target
 
 
 def plan_in_summary(folder: Path, memory: MemoryParts | None) -> Mapping[str, Any] | None:

@@ -29,7 +29,6 @@ from danlu.core.errors import RecipeError, ResourceError, Stopped
 from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunLock
 from danlu.core.stop_signals import TOGETHER_S, StopRequest
 from danlu.numerics.deterministic import deterministic
-from danlu.optim.build import Optimizers
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
 from danlu.parallel.parallel_context import ParallelContext
@@ -43,6 +42,7 @@ from danlu.run.displays import ConsoleLog, displays
 from danlu.run.export import export_result
 from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.run.memory_report import MemoryReport
+from danlu.run.run_plan import RunPlan, plan_in_summary
 from danlu.stages.protocols import PlacedModel, PlacedStage, Reader, Stage, StageData, StepBudget
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.folders import step_of
@@ -232,23 +232,23 @@ def _train(
         closing.callback(stage_data.close)
         for line in stage_data.lines:
             log(line)
-        memory_report = closing.enter_context(MemoryReport(recipe, device))
+        run_plan = RunPlan(recipe, device, ranks.world.size)
+        memory_report = closing.enter_context(MemoryReport(recipe, device, run_plan))
         stage_data = builder.with_columns(ranks, device, stage_data, session.stream)
         placed = builder.place(ranks, device, start, stage_data)
         peak = placed.budget.peak()
         for line in (*placed.policy.notes, *([] if peak is None else [peak.line()])):
             log(line)
-        run = _build(session, recipe, stage, reader, stage_data, placed, start)
+        run = _build(session, recipe, stage, reader, stage_data, placed, start, run_plan)
         run.inputs = known_inputs
         closing.callback(run.store.close)
         closing.callback(run.data_loader.close)
         memory_report.began(run, placed.budget)
-        for line in memory_report.expected():
-            log(line)
-        if ranks.leads and not session.is_dry:
-            from danlu.run.run_plan import write_plan
-
-            write_plan(into, recipe, world=ranks.world.size, micro=run.learner.micro, log=log)
+        if ranks.leads:
+            for line in memory_report.expected():
+                log(line)
+            if not session.is_dry:
+                run_plan.write(into, run.learner.micro, log)
         run.stop_request = stop_request
         if session.is_dry:
             if run.metrics is not None:
@@ -289,8 +289,6 @@ def _finish(
         session.log(flat)
     exported = export_result(run, placed.exporter, recipe, session.folder, session.log)
     if placed.policy.parallel.ranks.leads:
-        from danlu.run.run_plan import plan_in_summary
-
         plan = plan_in_summary(session.into, memory)
         speed = None if peak is None else peak.to_json()
         write_summary(run, exported[0], *_parameter_counts(run), memory, speed, plan)
@@ -332,6 +330,7 @@ def _build(
     stage_data: StageData,
     placed: PlacedStage,
     start: Start | None,
+    run_plan: RunPlan,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
     folder, device, ranks, log, policy = session.into, session.device, session.ranks, session.log, placed.policy
@@ -339,7 +338,7 @@ def _build(
     optimizer = optimizer_of(policy.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_steps, total_packs = _total_steps(recipe, stage_data)
-    micro = _micro_batch_size(recipe, reader, policy.parallel, placed.budget, optimizer, start)
+    micro = _micro_batch_size(recipe, reader, policy.parallel, placed.budget, run_plan, start)
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -411,7 +410,7 @@ def _micro_batch_size(
     reader: Reader,
     parallel: ParallelContext,
     budget: StepBudget,
-    optimizer: Optimizers,
+    run_plan: RunPlan,
     start: Start | None,
 ) -> int:
     """Packs of a micro-batch: those of the run that goes on, or as many as are asked for or fit into memory.
@@ -426,9 +425,8 @@ def _micro_batch_size(
     if start is not None and not changed and not is_one:
         micro: int = read_state(start.path)["micro"]  # found again it could differ, and with it how sums are rounded
     else:
-        # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
-        most = share if pipeline is None or is_one else max(1, share // (2 * ranks.pipeline.size))
-        micro = ranks.world.from_first(lambda: budget.micro(optimizer, most if recipe.batch.micro == "auto" else share))
+        asked = budget.automatic_micro() if recipe.batch.micro == "auto" else recipe.batch.micro
+        micro = ranks.world.from_first(run_plan.micro_batch) if asked is None else min(asked, share)
     micro_batches = -(-per_step // (ranks.data.size * micro))
     is_dealt_by_tokens = recipe.batch.rows is not None  # how many micro-batches follows from the rows of each step
     unfit = [] if pipeline is None else pipeline.problems(micro_batches)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from danlu.assembly.devices import device_map_of
-from danlu.assembly.memory_estimate import check_size
+from danlu.assembly.machine_memory import check_size
 from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of
 from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters, model_folder
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
@@ -148,9 +148,7 @@ class DecoderBuilder:
 
     def _stage(self, policy: PlacedDecoder, stage_data: StageData, reward_bytes: int = 0) -> PlacedStage:
         """The policy with its budget and exporter."""
-        stored = None if self.recipe.on_policy else stage_data.stored  # own answers have other lengths than the rows
-        lengths = None if stored is None else stored.train.lengths
-        return PlacedStage(policy, DecoderBudget(policy, lengths, reward_bytes), DecoderExporter(policy))
+        return PlacedStage(policy, DecoderBudget(policy, reward_bytes), DecoderExporter(policy))
 
     def _policy(
         self,

@@ -30,7 +30,6 @@ from danlu.models.hf_folder import resolve_folder
 from danlu.numerics.dtypes import DTYPES
 from danlu.objectives.cross_entropy import CrossEntropy, logits_cross_entropy
 from danlu.objectives.gradient_scale import scale_gradient
-from danlu.optim.build import Optimizers
 from danlu.parallel import data
 from danlu.parallel.batch_sharding import shard_in_order
 from danlu.parallel.local_parameter import local_parameters_of
@@ -198,10 +197,9 @@ class ClassifierBudget:
 
     policy: PlacedClassifier
 
-    def micro(self, optimizer: Optimizers, most: int) -> int:
-        """The number of images in a micro-batch, at most `most`."""
-        asked = self.policy.recipe.batch.micro
-        return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
+    def automatic_micro(self) -> int:
+        """The number of images in a micro-batch where the recipe leaves it open."""
+        return MAX_IMAGES_PER_MICRO_BATCH
 
     def peak(self) -> None:
         """None: without utilisation there is nothing to divide by."""
@@ -209,9 +207,6 @@ class ClassifierBudget:
     def least_seconds(self) -> LeastSeconds | None:
         """None: its products are too small for the machine's peak to say anything."""
         return None
-
-    def expected(self, run: Run) -> None:
-        """None: it is too small for its memory to be a question."""
 
     def memory(self, run: Run) -> MemoryParts:
         """The parts of the run's memory, as they were counted in training."""

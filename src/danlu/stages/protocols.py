@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.assembly.memory_estimate import MemoryEstimate
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Batch, HeadObjective, Item, MemoryParts, Objective, Outputs, Role, Sample, Task
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.optim.build import Optimizers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.product_peak import Peak
@@ -143,15 +141,13 @@ class PlacedModel(Protocol):
 
 
 class StepBudget(Protocol):
-    """The memory and the time of a step of a placed model."""
+    """The memory that a step of a placed model has taken, and the time that it takes at the least."""
 
-    def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
+    def automatic_micro(self) -> int | None: ...  # items of `batch.micro: auto`; None: what the plan of the step says
 
     def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
 
     def least_seconds(self) -> LeastSeconds | None: ...
-
-    def expected(self, run: Run) -> MemoryEstimate | None: ...  # what a step will hold in memory
 
     def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
 

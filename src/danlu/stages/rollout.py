@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.memory_estimate import gathered_element_bytes, processes_here
+from danlu.assembly.machine_memory import gathered_element_bytes, processes_here
 from danlu.assembly.parallelize import Placed
 from danlu.core.dtensor import is_dtensor
 from danlu.core.terminal import print_status

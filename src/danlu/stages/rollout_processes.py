@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from danlu.assembly.memory_estimate import processes_here
+from danlu.assembly.machine_memory import processes_here
 from danlu.assembly.parallelize import Placed, Subject, subject_of
 from danlu.core.machine import usable_cores
 from danlu.core.terminal import print_status

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from danlu.adapters.token_rows import TokenRows
+from danlu.assembly.policy_tensors import policy_tensors_of
 from danlu.core.layer_types import TRAINED
 from danlu.data.batch import pad_to_bucket
 from danlu.models.experts import Experts
@@ -21,7 +22,6 @@ from danlu.planning.step_traffic import MicroBatch, RankModel, Rows, step_traffi
 from danlu.planning.traffic import Weight, data_traffic
 from danlu.recipe import sections
 from danlu.recipe.value import VALUE
-from danlu.run.preview_model import tensors_of
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
 from danlu.training.executor import Executor
@@ -76,7 +76,7 @@ def rank_model(training: ProxyTraining) -> RankModel:
     return RankModel(
         training.recipe,
         config,
-        tensors_of(training.recipe, config, files),
+        policy_tensors_of(training.recipe, config, files),
         ranks.layout,
         ranks.rank,
         placed.model.chunks,
