@@ -18,8 +18,9 @@ from danlu.assembly.base_model import find_base
 from danlu.assembly.extended_base import extended_base, extended_config
 from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import read_header
 from danlu.models.hf_config import config_values, read_config_values
-from danlu.models.hf_folder import read_config
+from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.loading import load
 from danlu.models.saving import save
 
@@ -60,6 +61,11 @@ def test_rows_start_at_means_and_the_rest_stays(tmp_path: Path, changes: dict[st
     assert torch.equal(logits(extended, TEXT)[:, :64], logits(own, TEXT))
     theirs = AutoModelForCausalLM.from_pretrained(wide.folder)
     assert torch.equal(theirs.get_input_embeddings().weight, extended.embed_tokens.weight)
+    # As vLLM and SGLang read a folder: every tensor of each file.
+    every = [name for file in wide.folder.glob("*.safetensors") for name in read_header(file)]
+    assert len(set(every)) == len(every) and set(every) == set(read_tensors(wide.folder))
+    links = [file.is_symlink() for file in wide.folder.glob("*.safetensors")]
+    assert any(links) == (shard_bytes < 5_000_000_000)
     assert extended_base(base, TOKENS).folder == wide.folder
 
 

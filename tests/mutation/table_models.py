@@ -252,6 +252,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "assembly/extended_base.py",
+        "            if location.file in changed:",
+        "            if False:",
+        "assembly/test_extended_base.py",
+        only="means",
+    ),
+    Mutation(
+        "assembly/extended_base.py",
         "of_base = rows[: min(token.id for token in tokens)]",
         "of_base = rows",
         "assembly/test_extended_base.py",

@@ -1,5 +1,7 @@
 """A base with rows for new tokens: a folder of the cache with another embedding and head, and links to all else.
 
+A file that holds the old ones too is copied without them, since vLLM and SGLang take every tensor of each file.
+
 A new row is the mean of the rows of its description's tokens, or of all tokens of the base. So are rows up to a
 multiple of 8 that no token has; config.json says how many these are. Everything that reads a model's folder reads this
 one, while adapters belong to the base that it is made of. No torch here until a folder is written.
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.assembly.base_model import Base
 from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError, ResourceError
+from danlu.core.safetensors_format import copy_without
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import PADDING_KEY
 from danlu.models.hf_folder import CONFIG, INDEX, SINGLE_FILE, fingerprint, read_config, read_json, read_tensors
@@ -33,7 +36,9 @@ MODELS = "~/.cache/danlu/models"
 MULTIPLE = 8
 """The number of rows becomes a multiple of this, for which the matrix products of GPUs are made."""
 _SHARD = "vocabulary.safetensors"
-_SINGLE_FILE_LINK = "base.safetensors"
+_SINGLE_FILE_COPY = "base.safetensors"
+_LAYOUT = 2
+"""Counts the ways in which such folders were laid out, so that those of older releases are not taken."""
 
 
 def extended_base(base: Base, tokens: Sequence[AddedToken]) -> Base:
@@ -41,7 +46,8 @@ def extended_base(base: Base, tokens: Sequence[AddedToken]) -> Base:
 
     Raises ModelError for a base that cannot be read, and ResourceError where the disk is full.
     """
-    digest = blake2b(repr((str(base.folder.resolve()), fingerprint(base.folder), tokens)).encode(), digest_size=16)
+    key = (_LAYOUT, str(base.folder.resolve()), fingerprint(base.folder), tokens)
+    digest = blake2b(repr(key).encode(), digest_size=16)
     digest.update((base.folder / CONFIG).read_bytes())
     target = Path(MODELS).expanduser() / digest.hexdigest()
     if not (target / CONFIG).is_file():
@@ -99,13 +105,18 @@ def _write(fresh: Path, folder: Path, tokens: Sequence[AddedToken]) -> None:
     matrices = [named.get(embedding) or named.get(head)]  # some tools keep a tied matrix as the head
     if config.has_own_head:
         matrices += [named.get(head), *([named.get(bias)] if config.head_bias else ())]
+    widened = {named[name] for name in (embedding, head, bias) if name in named}
+    changed = {location.file for name, location in stored.items() if name in widened}
     shards: dict[str, str] = {}  # by tensor
     for name, location in stored.items():
-        shards[name] = _SINGLE_FILE_LINK if location.file.name == SINGLE_FILE else location.file.name
-        if not (link := fresh / shards[name]).exists():
-            link.symlink_to(location.file.resolve())
-    widened = {named.get(name) for name in (embedding, head, bias)}
-    shards = {name: shard for name, shard in shards.items() if name not in widened}
+        if name in widened:
+            continue
+        shards[name] = _SINGLE_FILE_COPY if location.file.name == SINGLE_FILE else location.file.name
+        if not (shard := fresh / shards[name]).exists():
+            if location.file in changed:
+                copy_without(location.file, shard, widened)
+            else:
+                shard.symlink_to(location.file.resolve())
     total = sum(stored[name].bytes for name in shards)
     written = _write_matrices(fresh / _SHARD, folder, matrices, wider, tokens)
     write_index(fresh, shards | dict.fromkeys(written, _SHARD), total + sum(written.values()))

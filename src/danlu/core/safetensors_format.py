@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,6 +49,8 @@ _DTYPES = {  # the format's name -> torch's, and bytes of an element
     "U8": ("uint8", 1),
 }
 _DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
+_COPIED_BYTES = 16 << 20
+"""The bytes that are copied at a time."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -144,12 +146,32 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], reserved_
 
     reserved_bytes: the length to fill up to, a multiple of 8.
     """
+    return _encode(
+        ((name, dtype, shape, math.prod(shape) * _DTYPES[dtype][1]) for name, dtype, shape in tensors), reserved_bytes
+    )
+
+
+def copy_without(file: Path, target: Path, left_out: Collection[str]) -> None:
+    """Writes a file with the tensors of another one but some, byte for byte, in little memory.
+
+    Raises ModelError where `file` is malformed, and OSError.
+    """
+    kept = {name: location for name, location in read_header(file).items() if name not in left_out}
+    with file.open("rb") as source, target.open("wb") as copy:
+        copy.write(_encode((name, at.dtype, at.shape, at.bytes) for name, at in kept.items()))
+        for location in kept.values():
+            source.seek(location.offset)
+            for start in range(0, location.bytes, _COPIED_BYTES):
+                copy.write(source.read(min(_COPIED_BYTES, location.bytes - start)))
+
+
+def _encode(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], reserved_bytes: int = 0) -> bytes:
+    """The header of (name, dtype, shape, bytes)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers looks for
     offset = 0
-    for name, dtype, shape in tensors:
-        end = offset + math.prod(shape) * _DTYPES[dtype][1]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
+    for name, dtype, shape, size in tensors:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(reserved_bytes - 8)
     text += b" " * (-len(text) % 8)  # the format wants the data to start at a multiple of 8: readers map the file
