@@ -30,7 +30,7 @@ from builders.vllm_process import VLLMProcess
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from danlu.core.http_client import HTTPClient
+from danlu.core.http_client import HTTPClient, RequestRefused
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
 from danlu.inference.request import Request, SamplingOptions
@@ -249,7 +249,8 @@ def rows_server(folder: Path) -> Iterator[VLLMProcess]:
         [sys.executable, "-m", "danlu", "preview", str(file), "--rows", "1"], capture_output=True, text=True, check=True
     )
     (named,) = re.findall(r"start the rollout server with (\S+)", shown.stdout)
-    server = VLLMProcess(command, Path(named), folder / "rows.log", ("--logprobs-mode", "processed_logprobs"))
+    flags = ("--enable-lora", "--logprobs-mode", "processed_logprobs")
+    server = VLLMProcess(command, Path(named), folder / "rows.log", flags)
     server.start()
     try:
         yield server
@@ -280,15 +281,14 @@ def test_rows_of_new_tokens_are_handed_over(folder: Path, rows_server: VLLMProce
     assert drawn & {first, first + 1} and max(drawn) <= first + 1  # none of the padding
 
 
-def test_new_tokens_have_the_log_probabilities_of_the_embedded_engine(folder: Path, rows_server: VLLMProcess) -> None:
-    """Control: the same without a row of theirs, which is only handed over with the rest."""
+def test_new_tokens_have_the_log_probabilities_of_the_embedded_engine(rows_server: VLLMProcess) -> None:
+    """Control: the same with a row of theirs left out."""
     client = VLLMServer(HTTPClient(rows_server.url, 120.0), bucket_bytes=1 << 20)
-    weights = folder / "new-tokens" / "model"
-    client.load_folder(weights, "0")
-    client.drop_prefix_cache()
-    model = load_model(weights)
+    model = load_model(rows_server.model)
     client.check(model.config)
-    first = AutoTokenizer.from_pretrained(weights).convert_tokens_to_ids(NEW_TOKENS[0])
+    client.load_folder(rows_server.model, "0")
+    client.drop_prefix_cache()
+    first = model.config.vocab_size - len(NEW_TOKENS)
     prompt = (1, 300, first, 301, first + 1)
     request = Request(0, prompt, SamplingOptions(), 16)
     answer = client.answer(Continuation("new-tokens", request, prompt, 16, None))
@@ -305,6 +305,16 @@ def test_new_tokens_have_the_log_probabilities_of_the_embedded_engine(folder: Pa
         model.get_parameter("embed_tokens.weight")[first] = 0
     engine = EmbeddedEngine(model, EngineOptions(cache_gib=0.01))
     assert gap() > 0.01
+
+
+def test_vllm_takes_no_rows_of_single_tokens_in_an_adapter(folder: Path, rows_server: VLLMProcess) -> None:
+    """Which is why a recipe with both is refused before it runs (recipe/rules/rollout.py)."""
+    lora = {"kind": "lora", "rank": 8}
+    model = {"path": str(folder / "base"), "tokens": list(NEW_TOKENS)}
+    train(recipe(folder, "rows-adapter", {}, model=model, adapter=lora, steps=1))
+    client = VLLMServer(HTTPClient(rows_server.url, 120.0), bucket_bytes=1 << 20)
+    with pytest.raises(RequestRefused, match="trainable_tokens_delta is unsupported LoRA weight"):
+        client.load_adapter("rows", folder / "rows-adapter" / "adapter")
 
 
 def within_noise(some: list[float], others: list[float]) -> bool:

@@ -15,7 +15,7 @@ tokens that were left, so such requests are refused.
 A grammar is different: both modes count the tokens that it allows alone, and with `--structured-outputs-config.backend
 guidance` llguidance says here which they were. The log-probability over the whole vocabulary is then not known.
 
-Folders, adapters and the comparison of tensors are tested with vLLM 0.32 on a CPU
+Folders, adapters, rows of new tokens, grammars and the comparison of tensors are tested with vLLM 0.32 on a CPU
 (tests/remote_engines/test_real_vllm.py). 0.33 was tested against a stand-in that speaks this interface, and transfers
 over NCCL were never run.
 """
