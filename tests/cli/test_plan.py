@@ -120,6 +120,11 @@ def test_the_largest_that_fit(recipe: Path, capsys: pytest.CaptureFixture[str]) 
         (["--on", "8xH100-80"], "no card 'H100-80' is known. Did you mean 'H100-80G'?"),
         (["batch.mirco=1"], "override 'batch.mirco=1' batch.mirco: unknown key in BatchSize. Did you mean 'micro'?"),
         (["--lengths", "missing.txt"], "--lengths missing.txt: cannot be read: No such file or directory"),
+        (["--on", "1xH100-80G", "--search", "0"], "'--search': Input should be greater than or equal to 1"),
+        (["--fits", "24"], "--fits: '24' is no size. Write a number above 0 with its unit, as 80GB or 79.2GiB"),
+        (["--fits", "24GB", "--lengths", "none", "--neighbours"], "--lengths, --neighbours: not with --fits"),
+        (["--search", "1", "--neighbours"], "--neighbours: not with --search, which plans all layouts"),
+        (["--search", "1", "--write", "nowhere/best.yaml"], "--write nowhere/best.yaml: there is no folder "),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -129,12 +134,82 @@ def test_what_cannot_be_planned_is_said(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+CLUSTERS = {
+    "cards: {kind: H100-80G, nodes: 0}": ":1:32 cards.nodes: 0 is no whole number from 1",
+    "cards: {kind: X, memory: 80GB, bandwidth: -3, peak: 3}": "cards.bandwidth: -3 is no number above 0: GB/s",
+    "cards: {kind: X, memory: 80 bananas, bandwidth: 3, peak: 3}": "cards.memory: '80 bananas' is no size",
+    "cards: {kind: H200-80G}": "cards.kind: no card 'H200-80G' is known. Did you mean",
+    "cards: {kind: H100-80G, each: 8}\nlinks: [{ranks: 3, gb_s: 9, us: 1}, {ranks: 8, gb_s: 9, us: 1}]": (
+        " links: groups of 8 ranks cut groups of 3: take a multiple"
+    ),
+    "- cards": ":1:1: no mapping. It has the keys cards, links",
+}
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_a_senseless_cluster_is_refused_with_its_line(
+    recipe: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert danlu("plan", recipe, "--on", file) == 2
+    said = capsys.readouterr().err
+    assert CLUSTERS[text] in said and "cluster.yaml:" in said
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+def test_a_config_without_a_field_is_refused_with_the_file_and_the_field(
+    tiny_world: World, recipe: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((tiny_world.base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if key != name}))
+    assert danlu("plan", recipe, f"model.path={tmp_path}", f"model.tokenizer={tiny_world.tokenizer}") == 4
+    assert f"{tmp_path}/config.json: {name}: missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["parallel.tensor=3", "parallel.pipeline=2", "parallel.context=4"])
+def test_degrees_that_divide_nothing_are_refused_as_a_run_refuses_them(
+    recipe: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for command in (["plan", recipe, "--on", "1xH100-80G"], ["train", recipe]):
+        assert danlu(*command, change) == 2
+        said.append([line for line in capsys.readouterr().err.splitlines() if "parallel." in line])
+    assert said[0] == said[1] != []
+    assert danlu("plan", recipe, "--on", "12xH100-80G", change) in (0, 2)  # control: other processes, another message
+    assert [line for line in capsys.readouterr().err.splitlines() if "parallel." in line] != said[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no run with a plan (plan.json) is in this folder"),
+        ("[]", "no JSON object"),
+        ('{"format": 99}', "its format is 99, and this danlu reads 1"),
+        ('{"format": 1, "mem', "plan.json: not the plan of a run, or torn"),
+        ("{}", "without 'format'"),
+    ],
+)
+def test_a_folder_without_a_plan_that_can_be_read(
+    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    assert danlu("plan", tmp_path) != 0
+    assert message in capsys.readouterr().err
+
+
 def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     rows = [7, {"tokens": 5}, {"length": 6}, {"tokens": [1, 2, 3]}, {"answers": [{"tokens": 9}, {"tokens": 8}]}]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert read_lengths(file).documents == (7, 5, 6, 3, 9, 8) and read_lengths(file).source == "file"
-    for line, message in (("abc", ":1: 'abc' is neither a number"), ("0", ":1: 0 is no number"), ("", "no lengths")):
+    for line, message in (
+        ("abc", ":1: 'abc' is neither a number"),
+        ("0", ":1: 0 is no number"),
+        ("7\n" + "9" * 30, ":2: 9+ is no number of tokens"),
+        ("", "no lengths"),
+    ):
         file.write_text(line)
         with pytest.raises(Exception, match=message):
             read_lengths(file)

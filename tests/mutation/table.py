@@ -1794,10 +1794,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_precision.py",
     ),
     Mutation(
-        "planning/activation_memory.py",
-        "in_backward = share * free // (each.kept + each.recomputed)",
-        "in_backward = share * free // each.kept",
-        "planning/test_micro_batch.py",
+        "planning/automatic_micro_batch.py",
+        "middle = -(-(low + high) // 2)",
+        "middle = high",
+        "run/test_expected_memory.py",
+        only="margin",
     ),
     Mutation(
         "planning/traffic.py",

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from builders.adapter_folders import adapter_folder
 from builders.expert_folder import EXPERTS, expert_folder
 from builders.peak_memory import peak_in
 from builders.placed_decoder import config_of, placed_of
@@ -103,6 +104,21 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     two, three = (planned_parts(recipe, config, micro=micro) for micro in (2, 3))
     assert without_passes(two) == without_passes(counted)
     assert two.activations + two.logits < three.activations + three.logits  # control
+
+
+@pytest.mark.parametrize("adapter", ["continue", "lora"])
+def test_adapters_in_files_count_as_they_are_placed(tiny_world: World, tmp_path: Path, adapter: str) -> None:
+    """The one that is continued is trained; below a new one they are frozen."""
+    folder = adapter_folder(tiny_world.base, tmp_path / "below", sections.Lora(rank=3))
+    model = {"path": str(tiny_world.base), "config": None, "tokenizer": None, "adapters": [str(folder)]}
+    recipe = load(tiny_world.recipe(tmp_path / "run", model=model, adapter=adapter)).recipe
+    placed = placed_of(recipe)
+    counted, _ = counted_states(placed, optimizer_of(placed.parameters(), recipe, CPU))
+    states = rank_states(read_workload(recipe, placed.model.config, judges=True), Layout())
+    assert vars(states.parts) == vars(counted) and counted.gradients > 0
+    without = recipe.model_copy(update={"model": recipe.model.model_copy(update={"adapters": []})})
+    alone = rank_states(read_workload(without, placed.model.config, judges=True), Layout())
+    assert alone.parts.total < states.parts.total  # control
 
 
 def without_passes(parts: MemoryParts) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Bytes of a training step in closed form: activations, parameters, and the micro-batch that fits. Imports no torch.
+"""Bytes of the activations of a training step in closed form. Imports no torch.
 
 Activations are those of `layer_memory`, layer by layer, with the tensors outside of layers. Tests compare them with the
 tensors that autograd keeps and with the measured peak of a step.
@@ -19,7 +19,6 @@ from danlu.models.operations import ROTATION
 from danlu.planning.batch_shape import WHOLE, BatchShape, RankShare
 from danlu.planning.layer_graph import TRAINED, LayerGraph, LayerTraining, Recompute
 from danlu.planning.layer_memory import LayerMemory
-from danlu.recipe import Recipe
 
 _IN_FLIGHT = 10
 """Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
@@ -191,49 +190,3 @@ def layer_memory(
     spec: LayerSpec, width: int, batch: BatchShape, training: LayerTraining, recompute: Recompute, share: RankShare
 ) -> LayerMemory:
     return LayerMemory(LayerGraph(spec, width, batch, training, recompute, share))
-
-
-def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> float:
-    """Bytes that the weights alone take on one process, at the least: 4 of a trained one, 2 or half a byte of a frozen
-    one; divided where `parallel.shard`, `tensor` or `expert` shares them among the processes."""
-    frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
-    total = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
-    parallel = recipe.parallel
-    is_shared = parallel.shard != "none" or parallel.tensor > 1 or parallel.expert > 1
-    return total / processes if is_shared else total
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes that a training step takes on one process, by how they grow with its micro-batch."""
-
-    fixed: int
-    """Bytes that do not depend on the micro-batch: weights, gradients, optimizer state, gathered parameters."""
-    activations: ActivationBytes
-    """Activations of one packed sequence, with the recomputation, offload and tensor degree of the recipe."""
-    loss_workspace: int
-    """Bytes of the loss in addition to its inputs, for one packed sequence."""
-    max_loss_workspace: int
-    """The same, however many packed sequences there are: the loss takes its logits slice by slice."""
-    smallest: int = 1
-    """Packed sequences of the smallest micro-batch: a row with two answers is never cut in two."""
-
-    @property
-    def of_smallest(self) -> int:
-        """The most bytes of a step with the smallest possible micro-batches."""
-        count, each = self.smallest, self.activations
-        activations = ActivationBytes(count * each.kept, count * each.recomputed)
-        return self.fixed + activations.peak(min(count * self.loss_workspace, self.max_loss_workspace))
-
-    def largest_micro_batch(self, available_bytes: float, at_most: int, *, share: float = 1.0) -> int:
-        """The most packed sequences in a micro-batch with a step that fits into the available bytes; at least 1,
-        whatever it takes.
-
-        available_bytes: for all of the step. share: the share that may be taken of the bytes which the fixed part
-        leaves.
-        """
-        each, free = self.activations, available_bytes - self.fixed
-        # The two peaks of a step: at the loss, and in the backward pass of a layer that recomputes.
-        at_loss = share * (free - self.max_loss_workspace) // each.kept
-        in_backward = share * free // (each.kept + each.recomputed)
-        return max(1, min(at_most, int(at_loss), int(in_backward)))

@@ -13,8 +13,8 @@ from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.kernel_limits import SHORT_DOCUMENT
-from danlu.objectives.loss_memory import slice_bytes, workspace_bytes
-from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, StepMemory, activation_bytes
+from danlu.objectives.loss_memory import workspace_bytes
+from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, LayerPass, activation_bytes
 from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, ContextCut, Document, DocumentRun, Kernels, RankShare
 from danlu.planning.layer_graph import LayerGraph, LayerTraining
 from danlu.planning.layer_memory import LayerMemory
@@ -83,16 +83,6 @@ class StepEstimate:
     def logits(self) -> int:
         """Bytes that the loss of a micro-batch takes in addition to its inputs."""
         return self._loss_workspace(self._sequences) + self._head_copy
-
-    def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
-        """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
-        return StepMemory(
-            fixed=self.parts.total - self.parts.activations - self.parts.logits + self._head_copy,
-            activations=self._activations(1, plan),
-            loss_workspace=self._loss_workspace(1) + self._head_gradient,
-            max_loss_workspace=slice_bytes(self.device_type) + self._head_gradient,
-            smallest=self._most_paths,
-        )
 
     @property
     def _most_paths(self) -> int:

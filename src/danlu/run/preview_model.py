@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.assembly.policy_tensors import policy_tensors_of
 from danlu.assembly.recipe_adapters import base_config, own_tokenizer, recipe_tokens
 from danlu.core.errors import ModelError
-from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import ModelConfig
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
-from danlu.recipe import Recipe, sections
+from danlu.recipe import Recipe
 from danlu.recipe.roles import task_of
 from danlu.recipe.value import value_share
 from danlu.stages.role_configs import own_config
@@ -65,10 +63,6 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
         trained = sum(math.prod(shape) for shape in policy.trained.values())
         if value_share(recipe) == "none":
             trained += own_config(recipe, config.vocab_size).parameter_count()
-        if isinstance(recipe.adapter, sections.Continue):  # its files say more than the recipe
-            header = read_header(resolve_adapter(recipe.model.adapters[-1]) / WEIGHTS)
-            trained = sum(math.prod(entry.shape) for entry in header.values())
-            total += trained
         return parameters_and_trained(total, trained)
     except ModelError:  # the estimate of memory says so
         return None
