@@ -1795,8 +1795,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/automatic_micro_batch.py",
-        "middle = -(-(low + high) // 2)",
-        "middle = high",
+        "high = middle - 1",
+        "high = middle - 2",
         "run/test_expected_memory.py",
         only="margin",
     ),
