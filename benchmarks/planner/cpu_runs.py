@@ -103,11 +103,11 @@ class CpuRuns:
     folder: Path
     length: int = 512
 
-    def compare(self, names: list[str]) -> Iterator[Comparison]:
-        """Trains each of some runs, one after the other, and yields its comparison."""
+    def compare(self, names: list[str], *, timed: bool = True) -> Iterator[Comparison]:
+        """Trains each of some runs, one after the other, and yields its comparison. timed: with its seconds."""
         base = self.train("base", Case(TEXT)) / "model"
         for name in names:
-            yield self._compare(name, RUNS[name], base)
+            yield self._compare(name, RUNS[name], base, timed=timed)
 
     def train(self, name: str, case: Case, base: Path = Path(), *, allocation: Path | None = None) -> Path:
         """Trains a recipe and returns its run folder. allocation: prefix of the files with the bytes of each rank."""
@@ -127,24 +127,22 @@ class CpuRuns:
         run([each for each in arguments if each != "-P"] if allocation else arguments, env)
         return output
 
-    def _compare(self, name: str, case: Case, base: Path) -> Comparison:
-        output = self.train(name, case, base)
+    def _compare(self, name: str, case: Case, base: Path, *, timed: bool) -> Comparison:
+        profiled = self.train(name, case, base, allocation=self.folder / "allocated")
+        output = self.train(name, case, base) if timed else profiled
         measured = json.loads((output / "summary.json").read_text())["memory"]
-        allocation = self.folder / "allocated"
-        self.train(name, case, base, allocation=allocation)
         ranks = self.folder.glob("allocated.*")
         of_step = max(int(file.read_text()) for file in ranks)
         for file in self.folder.glob("allocated.*"):
             file.unlink()
         plan = self.plan(output)
         said = plan["memory"]["parts"]
-        taken = step_seconds(output)
         states = {part: said[part] / measured[part] for part in STATES if measured[part]}
-        step = sum(said[part] for part in OF_STEP)
+        step = sum(said[part] for part in OF_STEP) + plan["memory"]["communication"]
         whole = sum(measured[part] for part in STATES)
         total = (sum(said[part] for part in STATES) + step) / (whole + of_step)
-        seconds = (plan["seconds"] or {}).get("total")
-        return Comparison(name, states, step / of_step, total, None if seconds is None else seconds / taken)
+        seconds = (plan["seconds"] or {}).get("total") if timed else None
+        return Comparison(name, states, step / of_step, total, seconds and seconds / step_seconds(output))
 
     def plan(self, output: Path) -> dict[str, Any]:
         """The plan of the recipe of a run, as `danlu plan --json` prints it."""
