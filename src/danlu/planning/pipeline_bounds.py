@@ -9,7 +9,7 @@ passes in a rank's list are counted once for each schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,8 @@ _ROUNDING = 1e-10
 """The share by which two sums of the same seconds may differ that are added in another order."""
 _STEADY = 4
 """Micro-batches for each stage from which on more of them change neither the beginning nor the end of a list."""
+
+_KINDS = ("forward", "input", "weight", "backward")
 
 Work = tuple[tuple[int, int, int, int, int], ...]
 """Work on a rank: (chunk, forward, input, weight and whole backward passes) of each of its chunks."""
@@ -182,46 +184,69 @@ def chunk_places(kind: str, stages: int, chunks: int, micro_batches: int) -> tup
     orders = compute_orders(kind, stages, chunks, micro_batches)
     places: dict[int, ChunkPlace] = {}
     for rank, (local, order) in enumerate(zip(placement(kind, stages, chunks), orders, strict=True)):
-        last_gradients = [action.chunk for action in order if action.kind in ("backward", "weight")][-1]
-        assert last_gradients is not None
-        for chunk in local:
-            places[chunk] = _place(rank, local, order, chunk, micro_batches, last_gradients)
+        places |= _places_of_rank(rank, local, order, micro_batches)
     return tuple(place for _, place in sorted(places.items()))
 
 
-def _place(
-    rank: int, local: Sequence[int], order: Sequence[Action], chunk: int, micro_batches: int, last_of_rank: int
-) -> ChunkPlace:
-    forwards, backwards, split = [0] * micro_batches, [0] * micro_batches, [False] * micro_batches
+def _places_of_rank(
+    rank: int, local: Sequence[int], order: Sequence[Action], micro_batches: int
+) -> dict[int, ChunkPlace]:
+    """The places of a rank's chunks, by chunk."""
+    forwards: dict[int, list[int]] = {chunk: [] for chunk in local}  # positions, by micro-batch
+    backwards: dict[int, list[int]] = {chunk: [] for chunk in local}
+    is_split: dict[int, list[bool]] = {chunk: [] for chunk in local}
+    done = {chunk: [0, 0, 0, 0] for chunk in local}
+    until: dict[tuple[int, bool, bool], Work] = {}  # work before the first, and up to the last pass of a chunk
+    last_gradients = local[0]
     for position, action in enumerate(order):
-        if action.chunk == chunk and action.micro is not None:
-            if action.kind == "forward":
-                forwards[action.micro] = position
-            elif action.kind != "weight":
-                backwards[action.micro] = position
-                split[action.micro] = action.kind == "input"
-    ahead = next(
-        count
-        for count in range(1, micro_batches + 1)
-        if all(forwards[micro + count] > backwards[micro] for micro in range(micro_batches - count))
-    )
-    return ChunkPlace(
-        rank,
-        before_forward=_work(local, order[: forwards[0]]),
-        before_backward=_work(local, order[: backwards[0]]),
-        after_forward=_work(local, order[forwards[-1] + 1 :]),
-        after_backward=_work(local, order[backwards[-1] + 1 :]),
-        ahead=ahead,
-        put_off=None if all(split) else sum(split),
-        first_is_split=split[0],
-        last_is_split=split[-1],
-        last_of_rank=last_of_rank,
-    )
+        chunk, kind = action.chunk, action.kind
+        assert chunk is not None
+        is_pass = kind != "weight"
+        passes = forwards[chunk] if kind == "forward" else backwards[chunk]
+        if is_pass and not passes:
+            until[chunk, kind == "forward", True] = _work(done)
+        done[chunk][_KINDS.index(kind)] += 1
+        if is_pass:
+            passes.append(position)
+            if len(passes) == micro_batches:
+                until[chunk, kind == "forward", False] = _work(done)
+            if kind != "forward":
+                is_split[chunk].append(kind == "input")
+        if kind in ("backward", "weight"):
+            last_gradients = chunk
+    total = _work(done)
+    return {
+        chunk: ChunkPlace(
+            rank,
+            before_forward=until[chunk, True, True],
+            before_backward=until[chunk, False, True],
+            after_forward=_rest(total, until[chunk, True, False]),
+            after_backward=_rest(total, until[chunk, False, False]),
+            ahead=_ahead(forwards[chunk], backwards[chunk]),
+            put_off=None if all(is_split[chunk]) else sum(is_split[chunk]),
+            first_is_split=is_split[chunk][0],
+            last_is_split=is_split[chunk][-1],
+            last_of_rank=last_gradients,
+        )
+        for chunk in local
+    }
 
 
-def _work(local: Sequence[int], actions: Sequence[Action]) -> Work:
-    counts = {chunk: [0, 0, 0, 0] for chunk in local}
-    for action in actions:
-        assert action.chunk is not None
-        counts[action.chunk][("forward", "input", "weight", "backward").index(action.kind)] += 1
-    return tuple((chunk, forward, input_, weight, back) for chunk, (forward, input_, weight, back) in counts.items())
+def _ahead(forwards: Sequence[int], backwards: Sequence[int]) -> int:
+    """The least count such that forward pass k + count comes after backward pass k."""
+    micro_batches, count = len(forwards), 1
+    for micro, backward in enumerate(backwards):
+        while micro + count < micro_batches and forwards[micro + count] < backward:
+            count += 1
+    return count
+
+
+def _work(done: Mapping[int, Sequence[int]]) -> Work:
+    return tuple((chunk, *counts) for chunk, counts in done.items())  # type: ignore[misc]
+
+
+def _rest(total: Work, done: Work) -> Work:
+    return tuple(
+        (whole[0], *(all_ - own for all_, own in zip(whole[1:], part[1:], strict=True)))  # type: ignore[misc]
+        for whole, part in zip(total, done, strict=True)
+    )
