@@ -78,18 +78,21 @@ def model_seconds(workload: Workload, micro: int, target: Target, times: LayerTi
     for stage in range(recipe.parallel.pipeline.stages):
         kinds |= {entry.layer: entry.kind for entry in workload.recompute(workload.chunks(stage))}
     training = training_of_chunks(workload.training, first, range(len(first.layers)))
-    layers = tuple(
-        times.of(
-            LayerGraph(spec, config.hidden_size, batch, own, kinds.get(layer, "none"), share),
-            recipe.parallel.expert,
-            narrow_weights=recipe.parallel.shard != "none" and recipe.adapter is None,
-        )
-        for layer, (spec, own) in enumerate(zip(config.layers, training, strict=True))
-    )
+    is_narrow = recipe.parallel.shard != "none" and recipe.adapter is None
+    layers: list[PassSeconds] = []
+    before: object = None
+    for layer, (spec, own) in enumerate(zip(config.layers, training, strict=True)):
+        inputs = spec, own, kinds.get(layer, "none")
+        if inputs != before:  # most layers are like the one before
+            graph = LayerGraph(spec, config.hidden_size, batch, own, inputs[2], share)
+            layers.append(times.of(graph, recipe.parallel.expert, narrow_weights=is_narrow))
+            before = inputs
+        else:
+            layers.append(layers[-1])
     speeds, device = times.speeds, target.device_type
     is_alone = target.cluster.ranks == 1 and config.has_own_head and not recipe.compile
     embedding = PassSeconds.of(_embeddings(workload, batch, share, is_sparse=device == "cpu" and is_alone), speeds)
-    return ModelSeconds(layers, embedding, PassSeconds.of(_head(workload, batch, share, device), speeds))
+    return ModelSeconds(tuple(layers), embedding, PassSeconds.of(_head(workload, batch, share, device), speeds))
 
 
 def _embeddings(workload: Workload, batch: BatchShape, share: RankShare, *, is_sparse: bool) -> Iterator[OperationWork]:
