@@ -1,7 +1,7 @@
 """The memory of one process of a layout, by part, from configs alone. Imports no torch.
 
 Parameters, gradients, optimizer state and gathered parameters are counted to the byte, as `assembly` and `optim`
-allocate them; activations are those of `step_estimate`.
+allocate them; the activations of the chunks are those of `StepEstimate`.
 """
 
 from __future__ import annotations
@@ -161,23 +161,8 @@ def _weight_delay(workload: Workload, stage: int) -> int:
     return section.stages - 1 - (0 if section.vertical_sync else stage)
 
 
-def stage_step(
-    workload: Workload, stage: int, parts: MemoryParts, device_type: str, kernels: Kernels, micro: int
-) -> StepEstimate:
-    """The memory of a stage's step, activations and logits included.
-
-    parts: the states of its process. kernels: the attention kernels of the device. micro: packed sequences in a
-    micro-batch.
-    """
-    chunks = workload.chunks(stage)
-    step = chunks_step(workload, chunks, device_type, kernels, micro)
-    in_flight = micro_batches_in_flight(workload.recipe.parallel.pipeline, stage)
-    return replace(step, parts=parts, in_flight=in_flight).with_activations()
-
-
 def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: Kernels, micro: int) -> StepEstimate:
-    """The activations and logits of a micro-batch in the chunks that are local, as if they were one behind the other;
-    without other parts."""
+    """The activations and logits of a micro-batch in the local chunks, as if they were one behind the other."""
     recipe, critic = workload.recipe, None
     if value_share(recipe) in ("base", "none"):
         of_critic = workload.critic or workload.config
@@ -186,7 +171,6 @@ def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: K
     return StepEstimate(
         recipe,
         stage_config(workload.config, chunks),
-        MemoryParts(0, 0, 0, 0, 0, 0, 0),
         plan=workload.recompute(chunks),
         micro=micro,
         device_type=device_type,

@@ -1,14 +1,14 @@
-"""The activations of a step, and the memory that they take with the rest, before there is one. Imports no torch."""
+"""The activations and the loss of a step's micro-batches, before there are any. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from danlu.core.types import WHOLE_SHARE, MemoryParts
+from danlu.core.types import WHOLE_SHARE
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
@@ -39,13 +39,11 @@ class CriticPass(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The expected memory of a step of one process, by what its micro-batches keep."""
+    """The bytes that the micro-batches of one process keep, and that their passes take."""
 
     recipe: Recipe
     config: ModelConfig
     """The model; for a stage of a pipeline, with the layers that it has."""
-    parts: MemoryParts
-    """Bytes on the device that computes; activations and logits are added by `with_activations`."""
     _: KW_ONLY
     plan: Sequence[LayerPlan]
     """The recomputation of each layer; empty where it is not known (`recompute: planned`, before layers are
@@ -57,8 +55,6 @@ class StepEstimate:
     """The attention kernels of the device."""
     critic: CriticPass | None = None
     """The pass of a value model, with activations that are kept together with the policy's."""
-    in_flight: float = 1.0
-    """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
     has_head: bool = True
     """Whether the loss is computed there."""
     training: tuple[LayerTraining, ...] = ()
@@ -68,16 +64,14 @@ class StepEstimate:
     rows: RowBatches | None = None
     """The micro-batches of rows with judged answers; None for other rows, and where their lengths are not known."""
 
-    def with_activations(self) -> Self:
-        """The estimate with activations and logits, where `parts` has what does not depend on the data."""
-        logits = self.logits + self._head_gradient
-        activations = self.activations.peak(logits) - logits
-        return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
-
     @property
     def activations(self) -> ActivationBytes:
-        """Bytes of the activations of a micro-batch, or of as many as a stage keeps at once."""
-        return self._activations(self._sequences)
+        """Bytes of the activations of a micro-batch; a critic's are there with the policy's."""
+        activations = self._pass_activations(self.config, self.plan)
+        if self.critic is None:
+            return activations
+        own = self._pass_activations(self.critic.config, self.critic.plan)
+        return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
 
     @property
     def logits(self) -> int:
@@ -94,28 +88,13 @@ class StepEstimate:
     def _sequences(self) -> int:
         return max(self.micro, self._most_paths)
 
-    def _activations(self, sequences: int, plan: Sequence[LayerPlan] | None = None) -> ActivationBytes:
-        """Bytes of a micro-batch; with a critic both passes have their activations when the backward pass begins.
-
-        plan: in place of the recipe's own.
-        """
-        activations = self._pass_activations(sequences, self.config, self.plan if plan is None else plan)
-        if self.critic is None:
-            return activations
-        is_alike = plan is not None and len(plan) == len(self.critic.config.layers)
-        critic_plan = plan if plan is not None and is_alike else self.critic.plan
-        own = self._pass_activations(sequences, self.critic.config, critic_plan)
-        return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
-
-    def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
+    def _pass_activations(self, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
         """Bytes of one model's pass over the micro-batch that takes the most."""
         memory, settings = self.recipe.memory, self._settings(config, plan)
         activations = max(
-            (activation_bytes(config, batch, settings) for batch in self._batches(sequences)),
+            (activation_bytes(config, batch, settings) for batch in self._batches(self._sequences)),
             key=lambda batch: batch.peak(0),
         )
-        if self.in_flight != 1:
-            activations = replace(activations, kept=round(self.in_flight * activations.kept))
         budget = memory.recompute.budget
         if budget is None or plan:
             return activations
@@ -251,19 +230,6 @@ class StepEstimate:
             device_type=self.device_type,
             frozen=recipe.adapter is not None,
         )
-
-    @property
-    def _head_gradient(self) -> int:
-        """Bytes of the gradient of a trained head that the loss of a micro-batch makes, while that of the ones before
-        is there; 0 where one micro-batch is a step. Of a sharded head it has the type of activations."""
-        recipe, config = self.recipe, self.config
-        is_only = recipe.batch.packs(recipe.data.max_length) <= self.micro
-        if self.rows is not None:
-            is_only = self.rows.micro_batches(self.micro) == 1
-        if is_only or recipe.adapter is not None or not self.has_head or config.task != "causal-lm":
-            return 0
-        element_bytes = _FLOAT32 if recipe.parallel.shard == "none" else ELEMENT_BYTES[recipe.precision]
-        return config.vocab_rows // recipe.parallel.tensor * config.hidden_size * element_bytes
 
     @property
     def _head_copy(self) -> int:
