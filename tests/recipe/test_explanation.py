@@ -9,6 +9,7 @@ import pytest
 from danlu.core.errors import RecipeError
 from danlu.recipe import load
 from danlu.recipe.explanation import explain, keys
+from danlu.recipe.field_docs import field_docs
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.type_hints import field_types, subsection_types
 from danlu.registry import SUGGESTIONS, VERBS
@@ -129,7 +130,7 @@ def test_every_word_that_people_try_leads_somewhere() -> None:
 
 def test_every_key_can_be_explained_and_says_what_it_is() -> None:
     def undocumented(section: type[Section]) -> list[str]:
-        found = [name for name in field_types(section) if not section.model_fields[name].description and name != "kind"]
+        found = [name for name in field_types(section) if not field_docs(section)[name] and name != "kind"]
         inner = [below for hint in field_types(section).values() for below in subsection_types(hint)]
         return [f"{section.__name__}.{name}" for name in found] + [
             name for kind in inner for name in undocumented(kind)
@@ -138,3 +139,23 @@ def test_every_key_can_be_explained_and_says_what_it_is() -> None:
     assert undocumented(Recipe) == []
     for key in keys():
         assert explain(key).takes
+
+
+class _Documented(Section):
+    kept: int = 1
+    """The documentation of a base."""
+    replaced: int = 1
+    """The documentation of a base."""
+    undocumented: int = 1
+
+
+class _Variant(_Documented):
+    kept: int = 2
+    replaced: int = 2
+    """Its own."""
+
+
+def test_a_field_has_its_own_documentation_or_that_of_the_base_class() -> None:
+    base = "The documentation of a base."
+    assert field_docs(_Documented) == {"kept": base, "replaced": base, "undocumented": ""}
+    assert field_docs(_Variant) == {"kept": base, "replaced": "Its own.", "undocumented": ""}

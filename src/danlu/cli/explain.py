@@ -16,6 +16,7 @@ from danlu.recipe import Chain, Loaded, Recipe, load_recipe_or_chain
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.explanation import Explanation
 from danlu.recipe.explanation import explain as look_up
+from danlu.recipe.field_docs import field_docs
 from danlu.recipe.messages import first_sentence
 
 
@@ -44,7 +45,7 @@ def explain(
         key, loaded = _in_stage(read, key) if isinstance(read, Chain) else (key, read)
     console = Console(highlight=False, soft_wrap=False)
     if key is None:
-        rows = [(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()]
+        rows = [(name, first_sentence(doc)) for name, doc in field_docs(Recipe).items()]
         console.print(_table([*rows, (STAGES, first_sentence(CHAIN_KEYS[STAGES]))]))
         console.print("\n[dim]danlu explain KEY says more.[/dim]")
         return

@@ -6,6 +6,7 @@ from typing import Any
 
 from danlu.recipe import sections
 from danlu.recipe.chain import CHAIN_KEYS, FROM, NAME, STAGES
+from danlu.recipe.field_docs import field_docs
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
 from danlu.recipe.type_hints import entry_type, field_types, variants_of
@@ -15,8 +16,10 @@ def schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe file, or of a chain where the file has `stages`."""
     recipe_schema = Recipe.model_json_schema()
     definitions: dict[str, Any] = recipe_schema.pop("$defs")
+    _describe(Recipe, recipe_schema["properties"])
     for name, definition in list(definitions.items()):
         section = getattr(sections, name)
+        _describe(section, definition["properties"])
         for old, present in section.old_names.items():
             definition["properties"][old] = {**definition["properties"][present], "deprecated": True}
         definition["properties"] = _admit_short_values(section, definition["properties"])
@@ -31,6 +34,13 @@ def schema() -> dict[str, Any]:
         "else": recipe_schema,
         "$defs": definitions,
     }
+
+
+def _describe(section: type[Section], properties: dict[str, Any]) -> None:
+    """Puts the documentation of each field into its schema."""
+    for name, doc in field_docs(section).items():
+        if doc:
+            properties[name]["description"] = doc
 
 
 def _chain_schema(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,9 @@ class RecipeField:
     @property
     def about(self) -> str:
         """The field's documentation on one line."""
-        return " ".join((self.info.description or "").split())
+        from danlu.recipe.field_docs import field_docs  # a run shows none of it
+
+        return " ".join(field_docs(self.section)[self.name].split())
 
 
 def fields_of(hint: Hint, key: str = "") -> Iterator[RecipeField]:

@@ -110,9 +110,11 @@ def _stage_that_is_meant(value: Any, said: str) -> str:
 
 
 def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> str:
+    from danlu.recipe.field_docs import field_docs
+
     parent = key.rpartition(".")[0]
     where = f"under '{parent}'" if parent else "at the top level"
-    doc = first_sentence(section.model_fields[name].description) if section is not None else ""
+    doc = first_sentence(field_docs(section)[name]) if section is not None else ""
     return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){f': {doc}' if doc else ''}."
 
 

@@ -9,14 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A part of the recipe: frozen, strict, unknown keys refused; a field's docstring is its documentation."""
+    """A part of the recipe: frozen, strict, unknown keys refused; docstrings of fields document them (`field_docs`)."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         defer_build=True,  # usually only Recipe's validator is needed; building all of them costs 60 ms at start
     )
 
@@ -28,15 +27,6 @@ class Section(BaseModel):
     """Fields that exclude each other; an override of one of them replaces the file's."""
     old_names: ClassVar[dict[str, str]] = {}
     """Names that fields had in earlier versions, which recipes may still have, and the names of these fields now."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A field that a variant only gives another default keeps its documentation."""
-        super().__pydantic_init_subclass__(**kwargs)
-        for name, field in cls.model_fields.items():
-            if field.description is None:
-                inherited = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
-                field.description = next((other.description for other in inherited if other is not None), None)
 
 
 class VariantSection(Section):
