@@ -123,6 +123,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_gathered_memory.py",
     ),
     Mutation(
+        "planning/search_bounds.py",
+        "return min(own, default=0) * min(sum(counts), 1 + self.workload.recipe.parallel.prefetch)",
+        "return sum(own) * len(own) * sum(counts)",
+        "planning/test_search.py",
+        only="every_choice",
+    ),
+    Mutation(
+        "planning/search_bounds.py",
+        'shard: Shard = "none" if choice.shard == "none" else "zero1"',
+        'shard: Shard = "none"',
+        "planning/test_search.py",
+        only="sharded",
+    ),
+    Mutation(
         "planning/planned_kinds.py",
         "options.append(Option(kind, own.kept_bytes, again))",
         "options.append(Option(kind, graph.kept_bytes, again))",

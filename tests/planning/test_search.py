@@ -12,10 +12,11 @@ from builders.tiny_world import CONFIG, World
 
 from danlu.core.errors import RecipeError
 from danlu.models.hf_config import read_config_values
-from danlu.planning import search as search_module
-from danlu.planning.chunk_costs import LayerTimes
+from danlu.planning.choice import Choice, Space
 from danlu.planning.cluster import Cluster
-from danlu.planning.search import Bounds, Candidate, LeastMemory, Space, evaluate, search
+from danlu.planning.plan_cache import PlanCache
+from danlu.planning.search import Candidate, evaluate, search
+from danlu.planning.search_bounds import Bounds
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 from danlu.recipe import load
@@ -47,9 +48,9 @@ def target_of(on: str, memory_bytes: int) -> Target:
 
 
 def every_one(workload: Workload, target: Target) -> list[Candidate]:
-    times = LayerTimes(target.speeds)  # type: ignore[arg-type]
+    cache = PlanCache(workload, target)
     choices = SPACE.choices(workload, target.cluster.ranks)
-    planned = (evaluate(workload, choice, target, times) for choice in choices)
+    planned = (evaluate(workload, choice, target, cache) for choice in choices)
     return sorted(each for each in planned if each is not None)
 
 
@@ -65,18 +66,36 @@ def test_the_search_finds_what_planning_every_choice_finds(
     choices = list(SPACE.choices(workload, target.cluster.ranks))
     assert len(set(choices)) == len(choices) > len(expected) > 5, "some do not fit"
     assert search(workload, SPACE, target, top=5) == expected[:5]
-    times = LayerTimes(target.speeds)  # type: ignore[arg-type]
-    bounds, least = Bounds(workload, target, times), LeastMemory(workload, target)
+    cache = PlanCache(workload, target)
+    bounds = Bounds(workload, target, cache)
     for candidate in expected:
-        assert bounds.quick(candidate.choice) <= candidate.seconds * (1 + 1e-9)
-        assert bounds.close(candidate.choice) <= candidate.seconds * (1 + 1e-9)
-        assert least.of(candidate.choice) <= candidate.bytes
+        choice, seconds = candidate.choice, candidate.seconds
+        whole = bounds.close(choice) + bounds.of_data_ranks(choice)
+        assert bounds.quick(choice) <= bounds.waiting(choice) <= bounds.close(choice) * (1 + 1e-9)
+        assert whole <= seconds * (1 + 1e-9), choice
+        assert bounds.bytes(choice) <= candidate.bytes, choice
     # Control: bounds that are too high lose the fastest layout.
-    fastest, quick = expected[0].choice, Bounds.quick
-    monkeypatch.setattr(
-        search_module.Bounds, "quick", lambda own, choice: quick(own, choice) + 9e9 * (choice == fastest)
-    )
+    fastest = expected[0].choice
+    monkeypatch.setattr(Bounds, "of_data_ranks", lambda own, choice: 9e9 * (choice == fastest))
     assert search(workload, SPACE, target, top=5) != expected[:5]
+
+
+def test_bounds_of_sharded_models_are_below_their_plans(tiny_world: World, tmp_path: Path) -> None:
+    """One rank computes a layer's passes with narrow weights in less time, and has them of all chunks under zero1."""
+    workload, target = workload_of(tiny_world, tmp_path, DENSE), target_of("8xH100-80G", 1 << 40)
+    cache = PlanCache(workload, target)
+    bounds = Bounds(workload, target, cache)
+    sharded = Choice(stages=2, schedule="interleaved", chunks=2, shard="zero1")
+    whole = sharded._replace(shard="none")
+    for choice in (sharded, sharded._replace(shard="zero2"), sharded._replace(schedule="zbv", chunks=None), whole):
+        candidate = evaluate(workload, choice, target, cache)
+        assert candidate is not None
+        assert bounds.close(choice) <= candidate.seconds
+        assert bounds.bytes(choice) <= candidate.bytes
+    assert bounds.close(sharded) < bounds.close(whole), "fewer conversions"
+    assert all(cut.shard == "zero3" for cut in SPACE.cuts(workload, 8)), "which computes least"
+    gathered = bounds.bytes(sharded) - bounds.bytes(sharded._replace(shard="zero3"))
+    assert gathered > 0, "zero3 has one layer at a time"
 
 
 def test_nothing_that_fits_and_no_speeds_are_said(tiny_world: World, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ PARTS = MemoryParts(weights=10, adapter=0, gradients=10, optimizer=20, average=0
 
 
 def _stage(kv_cache: int) -> StagePlan:
-    return StagePlan(RankMemory(PARTS, {"policy": 10}, kv_cache=kv_cache, communication=2), (), ())
+    return StagePlan(RankMemory(PARTS, {"policy": 10}, kv_cache=kv_cache, communication=2), ())
 
 
 def test_a_plan_gives_speed_and_hours() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from danlu.parallel.schedules import KINDS, Action, schedule, schedule_problems
 from danlu.parallel.timeline import TimelineEvent
@@ -67,34 +66,15 @@ def simulate(lists: Sequence[Sequence[Action]], times: ActionTimes | None = None
     return simulate_seconds(lists, [[times.of(action) for action in actions] for actions in lists])
 
 
-def simulate_seconds(
-    lists: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]], order: Sequence[Step] | None = None
-) -> list[TimelineEvent]:
-    """The same with the seconds of each action of each list; those of a receive are its send's.
-
-    order: that of the lists (`dependency_order`), where it is known already.
-    """
-    order = dependency_order(lists) if order is None else order
+def simulate_seconds(lists: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]]) -> list[TimelineEvent]:
+    """The same with the seconds of each action of each list; those of a receive are its send's."""
+    order = dependency_order(lists)
     starts, ends = action_times(order, seconds)
     events = []
     for step, start, end in zip(order, starts, ends, strict=False):
         action = lists[step.rank][step.position]
         events.append(TimelineEvent(step.rank, action.kind, action.chunk, action.micro, start, end))
     return events
-
-
-def step_seconds(kind: str, stages: int, chunks: int, micro_batches: int, times: ActionTimes) -> float:
-    """When a simulated step of a schedule ends. Its order is kept, so further times of one schedule are quick."""
-    lists, order = _ordered_schedule(kind, stages, chunks, micro_batches)
-    return max(action_times(order, [[times.of(action) for action in actions] for actions in lists])[1])
-
-
-@lru_cache(maxsize=16)
-def _ordered_schedule(
-    kind: str, stages: int, chunks: int, micro_batches: int
-) -> tuple[tuple[tuple[Action, ...], ...], tuple[Step, ...]]:
-    lists = schedule(kind, stages, chunks, micro_batches)
-    return lists, dependency_order(lists)
 
 
 def action_times(order: Sequence[Step], seconds: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

@@ -9,30 +9,28 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from danlu.models.chunks import Chunks
+from danlu.core.types import MemoryParts
 from danlu.optim.state_shapes import FLOAT32_BYTES
-from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
-from danlu.parallel.timeline import TimelineEvent
+from danlu.parallel.schedules.schedule import first_order
 from danlu.planning.answer_trees import largest_micro_batch
-from danlu.planning.chunk_costs import LayerTimes, chunk_bytes, mean_batch, model_seconds
+from danlu.planning.chunk_costs import LayerTimes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.host_memory import host_bytes
-from danlu.planning.pipeline_bounds import representative
 from danlu.planning.pipeline_split import num_chunks
+from danlu.planning.plan_cache import PlanCache, StageStates
 from danlu.planning.primitives import PassSeconds
-from danlu.planning.rank_memory import RankStates, rank_states
+from danlu.planning.rank_memory import RankStates
 from danlu.planning.rl_phases import planned_rollout
 from danlu.planning.rollout_memory import memory_while_answering
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
-from danlu.planning.step_plan import RankMemory, StagePlan, StepPlan, StepSeconds
-from danlu.planning.step_walk import ChunkCost, RankCost, StageWalk, step_events, walk
-from danlu.planning.step_work import clip_work, update_work
+from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
+from danlu.planning.step_walk import ChunkCost, RankCost, WalkBytes, rank_bytes
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 
@@ -42,22 +40,13 @@ def plan_step(
 ) -> StepPlan:
     """The plan of a step.
 
-    times: known seconds of layers, which a search shares. micro: packed sequences of a micro-batch in place of the
-    recipe's. Raises RecipeError where links are needed and not known.
+    times: known seconds of layers; None: those at the target's speeds. micro: packed sequences of a micro-batch in
+    place of the recipe's. Raises RecipeError where links are needed and not known.
     """
-    plan = _Planner(workload, layout, target, times, micro).plan()
-    assert plan is not None, "it has no bound"
-    return plan
+    return StepPlanner(workload, layout, target, PlanCache(workload, target, times), micro).plan()
 
 
-def plan_within(
-    workload: Workload, layout: Layout, target: Target, times: LayerTimes, most_bytes: int
-) -> StepPlan | None:
-    """The plan of a step; None where a stage takes more than so many bytes, which is found before its seconds are."""
-    return _Planner(workload, layout, target, times, None, most_bytes).plan()
-
-
-def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
+def micro_batch(workload: Workload, layout: Layout, target: Target, cache: PlanCache | None = None) -> int:
     """Packed sequences of a micro-batch: as the recipe says, or the most with a step that fits on every stage; at least
     the smallest one.
 
@@ -69,7 +58,12 @@ def micro_batch(workload: Workload, layout: Layout, target: Target) -> int:
         return workload.micro_batches(recipe.batch.micro, layout.data)[0]
     from danlu.planning.automatic_micro_batch import automatic_micro_batch
 
-    return automatic_micro_batch(workload, layout, target, per_step, _Planner(workload, layout, target).stage_memory)
+    cache = cache or PlanCache(workload, target)
+
+    def memory(micro: int) -> list[StageBytes]:
+        return StepPlanner(workload, layout, target, cache, micro).stage_memory()
+
+    return automatic_micro_batch(workload, layout, target, per_step, memory)
 
 
 class StageBytes(NamedTuple):
@@ -87,232 +81,252 @@ class StageBytes(NamedTuple):
 def stage_memory(workload: Workload, layout: Layout, target: Target, micro: int) -> list[StageBytes]:
     """The memory of each stage at the peak of a step with micro-batches of so many packed sequences, without that of
     rollouts."""
-    return _Planner(workload, layout, target).stage_memory(micro)
+    return StepPlanner(workload, layout, target, PlanCache(workload, target), micro).stage_memory()
 
 
-@dataclass
-class _Planner:
-    workload: Workload
-    layout: Layout
-    target: Target
-    times: LayerTimes | None = None
-    micro: int | None = None
-    most_bytes: int | None = None
+class StepPlanner:
+    """The parts of a step's plan, each computed when it is asked for first."""
 
-    def __post_init__(self) -> None:
-        self.workload = self.workload.dealt_to(self.layout.data)
-        if self.workload.recipe.memory.recompute.kind == "planned":
+    def __init__(
+        self, workload: Workload, layout: Layout, target: Target, cache: PlanCache, micro: int | None = None
+    ) -> None:
+        self.micro = micro or micro_batch(workload, layout, target, cache)
+        workload = workload.dealt_to(layout.data)
+        if workload.recipe.memory.recompute.kind == "planned":
             from danlu.planning.planned_kinds import planned_kinds
 
-            kinds = planned_kinds(self.workload, self.target.kernels, self.target.speeds)
-            self.workload = replace(self.workload, planned_kinds=kinds)
+            workload = replace(workload, planned_kinds=planned_kinds(workload, target.kernels, target.speeds))
+        self.workload, self.layout, self.target, self._cache = workload, layout, target, cache
+        self.micro_batches = workload.micro_batches(self.micro, layout.data)[1]
+        self._memory: dict[int, RankMemory] = {}
 
-    def plan(self) -> StepPlan | None:
-        workload, layout, recipe = self.workload, self.layout, self.workload.recipe
-        speeds = self.target.training_speeds(compiled=recipe.compile)
-        if self.times is None and speeds is not None:
-            self.times = LayerTimes(speeds)
-        micro = self.micro or micro_batch(workload, layout, self.target)
-        micro_batches = workload.micro_batches(micro, layout.data)[1]
-        states = self.states
-        seconds = self._chunk_seconds(micro)
-        collectives = self._collectives(seconds, micro, micro_batches)
-        costs = self._costs(states, seconds, collectives, self._largest_sequences(micro))
-        ends = [
-            self._rank_cost(own, self._update(own).forward + of_stage.at_end)
-            for own, of_stage in zip(states, collectives, strict=True)
-        ]
-        fewest = self._representative(micro_batches)
-        walks = walk(self._lists(fewest), costs, ends)
-        memory = [self._largest(state, own) for state, own in zip(states, walks, strict=True)]
-        if recipe.parallel.device_map is not None:
-            from danlu.planning.device_memory import device_memory
-
-            _, memory = device_memory(workload, states[0], self.target, self._largest_sequences(micro), fewest)
-        if self.most_bytes is not None and max(each.allocated for each in memory) > self.most_bytes:
-            return None
-        events = [list(own.events) for own in walks]
-        if fewest < micro_batches:
-            events = step_events(self._lists(micro_batches), costs, ends)
-        of_step = self._seconds(seconds, collectives, events, states, micro_batches)
+    def plan(self) -> StepPlan:
+        """Returns the whole plan."""
+        workload, layout, seconds = self.workload, self.layout, self._step_seconds()
+        total = None if seconds is None else seconds.total
         return StepPlan(
             layout,
-            micro,
-            micro_batches,
-            self._stage_plans(memory, events, collectives),
-            of_step,
+            self.micro,
+            self.micro_batches,
+            self._stage_plans(),
+            seconds,
             tokens=self._tokens(),
-            flops=self._flops(micro) * micro_batches * layout.data,
-            rollout=planned_rollout(workload, layout, self.target, micro, None if of_step is None else of_step.total),
+            flops=self._flops(self.micro) * self.micro_batches * layout.data,
+            rollout=planned_rollout(workload, layout, self.target, self.micro, total),
             assumptions=tuple(self._assumptions()),
         )
 
-    def _stage_plans(
-        self,
-        memory: Sequence[RankMemory],
-        events: Sequence[Sequence[TimelineEvent]],
-        collectives: Sequence[StageCollectives],
-    ) -> tuple[StagePlan, ...]:
+    def _stage_plans(self) -> tuple[StagePlan, ...]:
         if self.workload.recipe.parallel.device_map is not None:  # one process, with memory on each of its devices
-            return tuple(StagePlan(each, tuple(events[0]), ()) for each in memory)
+            return tuple(StagePlan(each, ()) for each in self._device_memory[1])
         return tuple(
-            StagePlan(of_rank, tuple(own), of_stage.traffic)
-            for of_rank, own, of_stage in zip(memory, events, collectives, strict=True)
+            StagePlan(replace(self.memory(stage), host=self._host_bytes(stage)), own.traffic)
+            for stage, own in enumerate(self._collectives)
         )
 
-    @cached_property
-    def states(self) -> list[RankStates]:
-        """The bytes of each stage that its micro-batches do not change."""
-        stages, device_type = range(self.layout.pipeline), self.target.device_type
-        return [rank_states(self.workload, self.layout, stage=stage, device_type=device_type) for stage in stages]
-
-    def stage_memory(self, micro: int) -> list[StageBytes]:
-        """The memory of each stage at the peak of a step with micro-batches of so many packed sequences."""
-        workload, recipe, layout = self.workload, self.workload.recipe, self.layout
-        micro_batches = workload.micro_batches(micro, layout.data)[1]
-        largest, fewest = self._largest_sequences(micro), self._representative(micro_batches)
-        if recipe.parallel.device_map is not None:
-            from danlu.planning.device_memory import device_memory
-
-            fixed, memory = device_memory(workload, self.states[0], self.target, largest, fewest)
+    def stage_memory(self) -> list[StageBytes]:
+        """The memory of each stage at the peak of the step, without that of rollouts."""
+        if self.workload.recipe.parallel.device_map is not None:
+            fixed, memory = self._device_memory
         else:
-            costs = self._costs(self.states, None, (), largest)
-            walks = walk(self._lists(fewest), costs, [self._rank_cost(own, 0.0) for own in self.states])
-            fixed = [own.parts for own in self.states]
-            memory = [_memory(own, walked) for own, walked in zip(self.states, walks, strict=True)]
+            fixed = [own.states.parts for own in self._stages]
+            memory = [self._memory_of_step(stage) for stage in range(self.layout.pipeline)]
         return [
             StageBytes(parts.total, own.allocated, self.target.room_bytes(own.device), own.device)
             for parts, own in zip(fixed, memory, strict=True)
         ]
 
-    def _largest_sequences(self, micro: int) -> int:
-        """The packed sequences that have as many tokens as the largest micro-batch."""
-        if self.workload.recipe.stage != "rl":
-            return micro
-        # Prompts have trees of all their answers, which are longer than a sequence.
-        return largest_micro_batch(self.workload, micro, self.layout.data)
+    @cached_property
+    def seconds(self) -> float:
+        """The seconds of the step. Only where speeds are known."""
+        section, updates = self.workload.recipe.parallel.pipeline, self._updates
+        if section.stages == 1:
+            (cost,) = self._costs
+            return self.micro_batches * (cost.forward + cost.input + cost.weight) + updates[0]
+        from danlu.planning.pipeline_seconds import pipeline_seconds  # which one stage does not need
 
-    def _largest(self, states: RankStates, own: StageWalk) -> RankMemory:
-        """The memory at the peak of a step, or of a rollout, in which the process answers itself."""
-        of_step, host = _memory(states, own), host_bytes(self.workload, states, self.layout, self.target.device_type)
-        answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
-        fuller = of_step if answering is None or answering.allocated <= of_step.allocated else answering
-        return replace(fuller, host=host)
+        per_stage = num_chunks(section) // section.stages
+        return pipeline_seconds(section.schedule, section.stages, per_stage, self.micro_batches, self._costs, updates)
 
-    def _chunk_seconds(self, micro: int) -> list[PassSeconds] | None:
-        if self.times is None:
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound of `seconds`, in less time (`pipeline_bounds`)."""
+        section = self.workload.recipe.parallel.pipeline
+        if section.stages == 1:
+            return self.seconds
+        from danlu.planning.pipeline_bounds import lower_bound
+
+        per_stage = num_chunks(section) // section.stages
+        update = min(self._updates)
+        return lower_bound(section.schedule, section.stages, per_stage, self.micro_batches, self._costs, update)
+
+    def memory(self, stage: int) -> RankMemory:
+        """The memory of a stage's process at the peak of a step, or of a rollout, in which it answers itself; without
+        that of the host."""
+        if stage not in self._memory:
+            states, of_step = self._stages[stage].states, self._memory_of_step(stage)
+            answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
+            peaks = (of_step,) if answering is None else (of_step, answering)
+            self._memory[stage] = max(peaks, key=lambda memory: memory.allocated)
+        return self._memory[stage]
+
+    def _memory_of_step(self, stage: int) -> RankMemory:
+        states, costs = self._stages[stage].states, [self._bytes] * self._fewest
+        moments = rank_bytes(self._lists[stage], costs, self._rank_cost(states))
+        return _memory(states, max(moments, key=sum))
+
+    def _host_bytes(self, stage: int) -> HostBytes:
+        return host_bytes(self.workload, self._stages[stage].states, self.layout, self.target.device_type)
+
+    @cached_property
+    def _device_memory(self) -> tuple[list[MemoryParts], list[RankMemory]]:
+        """The bytes of each device of a device map that micro-batches do not change, and its memory at its peak."""
+        from danlu.planning.device_memory import device_memory
+
+        return device_memory(self.workload, self._stages[0].states, self.target, self._largest, self._fewest)
+
+    def may_fit(self, most_bytes: int) -> bool:
+        """Whether the first stage might take no more than so many bytes, were there no messages: in less time."""
+        section = self.workload.recipe.parallel.pipeline
+        if section.stages == 1:
+            return self.fits(most_bytes)
+        stage, per_stage = self._cache.stage_of(self.workload, self.layout, 0), num_chunks(section) // section.stages
+        own = dict(
+            zip(stage.chunks.local, self._cache.costs_of(self.workload, self.layout, stage, self._largest), strict=True)
+        )
+        own = {chunk: replace(cost, frozen_message=0) for chunk, cost in own.items()}
+        others = ChunkCost(message=own[0].message)
+        costs = [own.get(chunk, others) for chunk in range(num_chunks(section))]
+        order = first_order(section.schedule, section.stages, per_stage, self._fewest)
+        moments = rank_bytes(order, [costs] * self._fewest, self._rank_cost(stage.states))
+        return _memory(stage.states, max(moments, key=sum)).allocated <= most_bytes
+
+    def fits(self, most_bytes: int) -> bool:
+        """Whether no stage takes more than so many bytes."""
+        first = (0, self.layout.pipeline - 1)  # which have the embedding, most in flight, and the head
+        stages = dict.fromkeys((*first, *range(self.layout.pipeline)))
+        return all(self.memory(stage).allocated <= most_bytes for stage in stages)
+
+    @cached_property
+    def _stages(self) -> list[StageStates]:
+        return [self._cache.stage_of(self.workload, self.layout, stage) for stage in range(self.layout.pipeline)]
+
+    @cached_property
+    def _chunk_seconds(self) -> list[PassSeconds] | None:
+        if self._cache.times is None:
             return None
-        seconds = model_seconds(self.workload, micro, self.target, self.times)
+        seconds = model_seconds(self.workload, self.micro, self.target, self._cache.times)
         return [seconds.of(span) for span in self.workload.chunks(0).layers]
 
-    def _collectives(
-        self, seconds: Sequence[PassSeconds] | None, micro: int, micro_batches: int
-    ) -> list[StageCollectives]:
+    @cached_property
+    def _collectives(self) -> list[StageCollectives]:
         """The collectives of each stage; without seconds of layers their bytes alone."""
-        return [
-            stage_collectives(
-                self.workload,
-                self.layout,
-                stage,
-                micro,
-                micro_batches,
-                None if seconds is None else [seconds[chunk] for chunk in self.workload.chunks(stage).local],
-                self.target.known_links,
-            )
-            for stage in range(self.layout.pipeline)
-        ]
+        alike: dict[int, StageCollectives] = {}
+        collectives = []
+        for stage, states in enumerate(self._stages):
+            if id(states) not in alike:
+                alike[id(states)] = self._collectives_of(stage)
+            collectives.append(alike[id(states)])
+        return collectives
 
-    def _costs(
-        self,
-        states: Sequence[RankStates],
-        seconds: Sequence[PassSeconds] | None,
-        collectives: Sequence[StageCollectives],
-        micro: int,
-    ) -> list[ChunkCost]:
-        costs: dict[int, ChunkCost] = {}
-        for stage, state in enumerate(states):
-            chunks = self.workload.chunks(stage)
-            for chunk in chunks.local:
-                own = [each for each in state.tensors if _chunk_of(each.name, chunks) == chunk]
-                cost = chunk_bytes(self.workload, chunks, chunk, micro, self.target, own)
-                cost = replace(cost, reduce_buffer=self._reduce_buffer(cost.gradients))
-                costs[chunk] = cost if seconds is None else timed(cost, seconds[chunk], collectives[stage])
+    def _collectives_of(self, stage: int) -> StageCollectives:
+        seconds, local = self._chunk_seconds, self.workload.chunks(stage).local
+        return stage_collectives(
+            self.workload,
+            self.layout,
+            stage,
+            self.micro,
+            self.micro_batches,
+            None if seconds is None else [seconds[chunk] for chunk in local],
+            self.target.known_links,
+        )
+
+    @cached_property
+    def _largest(self) -> int:
+        """Packed sequences that are as long as the longest micro-batch."""
+        if self.workload.recipe.stage == "rl":  # prompts have trees of all their answers, longer than a sequence
+            return largest_micro_batch(self.workload, self.micro, self.layout.data)
+        return self.micro
+
+    @cached_property
+    def _bytes(self) -> list[ChunkCost]:
+        """The cost of each chunk of the model in bytes alone."""
+        costs = dict[int, ChunkCost]()
+        for stage, states in enumerate(self._stages):
+            local = self.workload.chunks(stage).local
+            costs |= zip(local, self._cache.costs_of(self.workload, self.layout, states, self._largest), strict=True)
         return [costs[chunk] for chunk in sorted(costs)]
 
-    def _rank_cost(self, states: RankStates, update: float) -> RankCost:
-        """The update's seconds, whether parameters stay gathered through a step, and the versions of weights that
-        micro-batches in flight use (PipeDream)."""
+    @cached_property
+    def _costs(self) -> list[ChunkCost]:
+        """The cost of each chunk of the model, with its seconds."""
+        if (seconds := self._chunk_seconds) is None:
+            return self._bytes
+        costs = list(self._bytes)
+        for stage, collectives in enumerate(self._collectives):
+            for chunk in self.workload.chunks(stage).local:
+                costs[chunk] = timed(costs[chunk], seconds[chunk], collectives)
+        return costs
+
+    def _rank_cost(self, states: RankStates) -> RankCost:
+        """Whether parameters stay gathered through a step, and the versions of weights that micro-batches in flight use
+        (PipeDream)."""
         trained = FLOAT32_BYTES * sum(map(math.prod, states.trained.values()))
         return RankCost(
-            update=update,
             keeps_gathered=self.workload.recipe.parallel.shard in ("zero1", "zero2"),
             trained=trained,
             weight_delay=states.parts.stash // max(1, trained),
         )
 
-    def _reduce_buffer(self, gradients: int) -> int:
-        """Bytes that the sum of a chunk's gradients over data ranks copies them to (`parallel.gradient_buckets`): one
-        bucket at a time, or all of them in half precision."""
-        section, layout = self.workload.recipe.parallel, self.layout
-        if section.shard != "none" or layout.data * layout.context == 1:
-            return 0
-        return gradients // 2 if section.reduce == "bf16" else min(gradients, BUCKET_BYTES)
+    @property
+    def _updates(self) -> list[float]:
+        """Seconds of each stage's update, with the collectives in front of it that nothing hides."""
+        return [
+            own.update.forward + of_stage.at_end for own, of_stage in zip(self._stages, self._collectives, strict=True)
+        ]
 
-    def _representative(self, micro_batches: int) -> int:
+    @property
+    def _fewest(self) -> int:
         """The fewest micro-batches of a step with the same peak of memory on every stage."""
         section = self.workload.recipe.parallel.pipeline
         if section.stages == 1:  # the second one finds the gradients of the first
-            return min(micro_batches, 2)
-        return representative(section.schedule, section.stages, micro_batches)
+            return min(self.micro_batches, 2)
+        from danlu.planning.pipeline_bounds import representative
 
-    def _lists(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+        return representative(section.schedule, section.stages, self.micro_batches)
+
+    @cached_property
+    def _lists(self) -> Sequence[Sequence[Action]]:
         section = self.workload.recipe.parallel.pipeline
         if section.stages == 1:
-            return (unsplit(micro_batches),)
-        return schedule(section.schedule, section.stages, num_chunks(section) // section.stages, micro_batches)
+            return (unsplit(self._fewest),)
+        return schedule(section.schedule, section.stages, num_chunks(section) // section.stages, self._fewest)
 
-    def _update(self, states: RankStates) -> PassSeconds:
-        """The seconds of clipping and of the optimizer's step."""
-        if self.times is None:
-            return PassSeconds()
-        shapes = states.trained
-        recipe, device = self.workload.recipe, self.target.device_type
-        work = [update_work(recipe.optimizer, shapes, device)]
-        if recipe.gradient_clipping is not None:
-            work.append(clip_work(sum(map(math.prod, shapes.values()))))
-        return PassSeconds.of(work, self.times.speeds)
-
-    def _seconds(
-        self,
-        seconds: Sequence[PassSeconds] | None,
-        collectives: Sequence[StageCollectives],
-        events: Sequence[Sequence[TimelineEvent]],
-        states: Sequence[RankStates],
-        micro_batches: int,
-    ) -> StepSeconds | None:
+    def _step_seconds(self) -> StepSeconds | None:
         """The seconds of the step, with the operations of the stage that computes longest."""
+        seconds, micro_batches = self._chunk_seconds, self.micro_batches
         if seconds is None:
             return None
         by_stage = []
-        for stage, state in enumerate(states):
+        for stage, own in enumerate(self._stages):
             kinds: dict[str, float] = defaultdict(float)
             for chunk in self.workload.chunks(stage).local:
                 for kind, of_kind in seconds[chunk].by_kind.items():
                     kinds[kind] += micro_batches * of_kind
                 kinds["accumulation"] += (micro_batches - 1) * seconds[chunk].accumulation
-            for kind, of_kind in self._update(state).by_kind.items():
+            for kind, of_kind in own.update.by_kind.items():
                 kinds[kind] += of_kind
             by_stage.append(dict(kinds))
-        busy = [sum(kinds.values()) + waited.exposed for kinds, waited in zip(by_stage, collectives, strict=True)]
+        waiting = self._collectives
+        busy = [sum(kinds.values()) + waited.exposed for kinds, waited in zip(by_stage, waiting, strict=True)]
         busiest = max(range(len(busy)), key=busy.__getitem__)
-        total = max(event.end_s for own in events for event in own)
         return StepSeconds(
             compute=by_stage[busiest],
-            communication=collectives[busiest].by_axis,
-            exposed=collectives[busiest].exposed,
-            bubble=max(0.0, total - busy[busiest]),
-            total=total,
-            extrapolated=any(each.extrapolated for each in seconds) or any(each.extrapolated for each in collectives),
+            communication=waiting[busiest].by_axis,
+            exposed=waiting[busiest].exposed,
+            bubble=max(0.0, self.seconds - busy[busiest]),
+            total=self.seconds,
+            extrapolated=any(each.extrapolated for each in seconds) or any(each.extrapolated for each in waiting),
         )
 
     def _flops(self, micro: int) -> int:
@@ -345,12 +359,6 @@ class _Planner:
         return said
 
 
-def _chunk_of(name: str, chunks: Chunks) -> int:
-    """The chunk of a stage that a parameter is counted with; of one that its chunks share the first."""
-    chunk = chunks.of_parameter(name)
-    return chunk if chunk in chunks.local else chunks.local[0]
-
-
 def timed(cost: ChunkCost, seconds: PassSeconds, collectives: StageCollectives = SILENT) -> ChunkCost:
     """A chunk's cost with its seconds. Sums of gradients are taken as if every micro-batch had them.
 
@@ -365,9 +373,8 @@ def timed(cost: ChunkCost, seconds: PassSeconds, collectives: StageCollectives =
     )
 
 
-def _memory(states: RankStates, own: StageWalk) -> RankMemory:
+def _memory(states: RankStates, walked: WalkBytes) -> RankMemory:
     """The memory of a stage's process at the peak of its step."""
-    walked = own.parts
     parts = replace(
         states.parts,
         activations=walked.activations + walked.queue,

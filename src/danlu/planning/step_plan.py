@@ -10,7 +10,6 @@ from typing import Literal
 from danlu.core.types import MemoryParts, Role
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
-from danlu.parallel.timeline import TimelineEvent
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class StagePlan:
     """One stage of a pipeline, as its first process runs it, or one device of a device map; else the only one."""
 
     memory: RankMemory
-    events: tuple[TimelineEvent, ...]
     traffic: tuple[CollectiveTraffic, ...]
     """Bytes that the process sends in a step, by axis and collective."""
 

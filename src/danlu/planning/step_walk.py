@@ -17,7 +17,6 @@ from danlu.parallel.schedules import Action
 from danlu.parallel.schedules.messages import UNFINISHED_SENDS
 from danlu.parallel.timeline import TimelineEvent
 from danlu.planning.layer_memory import PassBytes
-from danlu.planning.pipeline_simulation import simulate_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +152,8 @@ def step_events(
     lists: Sequence[Sequence[Action]], costs: Costs, ranks: Sequence[RankCost]
 ) -> list[list[TimelineEvent]]:
     """The events of each rank, as `walk` has them, without bytes."""
+    from danlu.planning.pipeline_simulation import simulate_seconds  # a plan of memory needs no events
+
     by_micro = _by_micro(costs, lists)
     seconds = [
         [_seconds(by_micro, own, action) for action in actions] for actions, own in zip(lists, ranks, strict=True)

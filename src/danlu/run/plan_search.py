@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from danlu.planning.choice import Space
 from danlu.planning.lengths import Lengths
 from danlu.planning.plan_values import plan_values
 from danlu.planning.rollout_lengths import RolloutLengths
-from danlu.planning.search import Space, search
+from danlu.planning.search import search
 from danlu.planning.target import Target
 from danlu.recipe import Recipe
 from danlu.run.planned_step import planned_workload, target_here

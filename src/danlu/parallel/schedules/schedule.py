@@ -62,20 +62,26 @@ def compute_orders(kind: str, stages: int, chunks: int, micro_batches: int) -> l
     ]
     if problems:
         raise RecipeError(problems)
-    chunks_of = placement(kind, stages, chunks)
-    orders = []
-    for rank in range(stages):
-        order = ComputeOrder(chunks_of[rank], micro_batches)
-        if kind == "interleaved":
-            compute_order.interleaved(order, rank, stages, micro_batches, chunks)
-        elif kind in V_SHAPED:
-            from danlu.parallel.schedules import v_shaped
+    return [_order_of_rank(kind, stages, chunks, micro_batches, rank) for rank in range(stages)]
 
-            (v_shaped.zbv if kind == "zbv" else v_shaped.dualpipev)(order, rank, stages, micro_batches)
-        else:
-            _ORDERS[kind](order, rank, stages, micro_batches)
-        orders.append(order.actions)
-    return orders
+
+@lru_cache(maxsize=256)
+def first_order(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+    """Returns the computations of the first rank's list, where there is such a schedule."""
+    return tuple(_order_of_rank(kind, stages, chunks, micro_batches, 0))
+
+
+def _order_of_rank(kind: str, stages: int, chunks: int, micro_batches: int, rank: int) -> list[Action]:
+    order = ComputeOrder(placement(kind, stages, chunks)[rank], micro_batches)
+    if kind == "interleaved":
+        compute_order.interleaved(order, rank, stages, micro_batches, chunks)
+    elif kind in V_SHAPED:
+        from danlu.parallel.schedules import v_shaped
+
+        (v_shaped.zbv if kind == "zbv" else v_shaped.dualpipev)(order, rank, stages, micro_batches)
+    else:
+        _ORDERS[kind](order, rank, stages, micro_batches)
+    return order.actions
 
 
 def unsplit(micro_batches: int) -> tuple[Action, ...]:
