@@ -39,9 +39,8 @@ class MemoryReport:
         self._run, self._budget = run, budget
 
     def expected(self) -> Sequence[str]:
-        """Lines for the console on the planned memory of a step; with what to change where that is more than there is.
-
-        None where there is no plan: `RunPlan.write` says why.
+        """Lines for the console on the planned memory of a step, with changes where that is more than there is; none
+        where a step cannot be planned, which `RunPlan.write` explains.
         """
         planned = self.plan.planned(self._micro)
         if planned is None:
