@@ -105,7 +105,8 @@ def test_a_run_of_many_processes_leaves_one_model(images: str, tmp_path: Path) -
         for key, tensor in weights(name).items():
             torch.testing.assert_close(tensor, weights("alone")[key], rtol=0, atol=1e-4)
         ours, theirs = ([line["loss"] for line in metrics(tmp_path / run) if "loss" in line] for run in (name, "alone"))
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        # The loss of a sure image is a difference of float32 numbers near 1, each with an error of up to 6e-8.
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
     first = lenet.LeNet5()
     lenet.initialize(first, 0)
     assert (first.f6.weight - weights("alone")["f6.weight"]).abs().max() > 1e-2  # it did learn
