@@ -41,7 +41,7 @@ def test_a_run_that_goes_on_has_seconds_alone() -> None:
     ("content", "reason"),
     [
         (json.dumps(VALUES)[:100], "torn"),
-        (json.dumps({**VALUES, "format": 0}), "format 0, and this danlu reads 1"),
+        (json.dumps({**VALUES, "format": 0}), "its format is 0, and this danlu reads 1"),
         (json.dumps({key: value for key, value in VALUES.items() if key != "memory"}), "without memory"),
         ("[]", "torn"),
     ],

@@ -46,6 +46,7 @@ TEXT = """\
 sft.yaml on 2 nodes of 8 x H100-80G (79.0 GiB each): 16 processes (data 8 x pipeline 2)
 a step: 2 micro-batches of 4 x 2,048 tokens in each data rank, 131,072 tokens in all
 documents: 1,000 rows of 321,000 tokens from the token cache, 321 on average, at most 2,048
+it fits: 55.50 GiB of 79.0 GiB (70.3%)
 
 == memory of a process at the peak of a step, of pipeline stage 1, which needs most
   weights                12.00 GiB
@@ -53,7 +54,6 @@ documents: 1,000 rows of 321,000 tokens from the token cache, 321 on average, at
   activations            40.00 GiB
   communication buffers   0.50 GiB
   allocated              55.50 GiB
-  fits: 55.50 GiB of 79.0 GiB, 70%
   models: policy 8.00 GiB, teacher 4.00 GiB
   by stage: 40.00 GiB, 55.50 GiB
   host memory: loading 1.00 GiB
@@ -84,7 +84,7 @@ def test_what_is_not_known_is_said() -> None:
     values["training"] |= {"hours": None, "price": None}
     lines = list(plan_lines(values, "sft.yaml"))
     assert "documents: full packs, as the token cache has no rows of this recipe (danlu preview fills it)" in lines
-    assert "  does not fit: 55.50 GiB of 79.0 GiB, 70%" in lines
+    assert "it does NOT fit: 55.50 GiB of 79.0 GiB (70.3%)" in lines
     assert lines[-2].startswith("== seconds of a step: unknown, as this machine was not measured. Run danlu bench mach")
     assert lines[-1] == "  1,200 steps, 157,286,400 tokens"
 

@@ -185,7 +185,7 @@ class _LayerWork:
     def low_rank(self, operation: Operation, adapter: LowRankAdapter) -> Iterator[Primitive]:
         """A x of all adapters that share x, of which this is one's part; B of it added to the output."""
         outputs, inputs = self.shape(operation)
-        together = self.rank_of_call(operation)
+        together = _rank_of_call(self.graph, operation)
         share = adapter.rank / together
         yield from self.joined_factors(adapter, outputs, inputs, together)
         yield from self.dropout(operation, adapter, share)
@@ -214,15 +214,6 @@ class _LayerWork:
             narrow = self.bytes_of(operation.reads[0])
             yield Moved(2 * _FLOAT32 * narrow / self.element, passes=_MASK_PASSES * share)
             yield Moved(2 * narrow, "copy", self.streamed, 2 * share)
-
-    def rank_of_call(self, operation: Operation) -> int:
-        """The ranks of all adapters on the products that share an input."""
-        adapter_of = self.graph.training.adapter_of
-        for _, call in groupby(self.graph.operations, key=lambda each: (each.kind, each.reads, each.in_float32)):
-            names = [each.name for each in call]
-            if operation.name in names:
-                return sum(adapter.rank for name in names if (adapter := adapter_of(name)) is not None)
-        raise AssertionError("an operation is in the list of its layer")
 
     def grouped(self, operation: Operation) -> Iterator[Primitive]:
         count, rows = self.experts
@@ -262,7 +253,7 @@ class _LayerWork:
                 yield Grouped(count, rows, inputs, rank, self.streamed, is_model=False)
                 yield Moved(3 * count * rows * inputs * self.element, "add", self.streamed)
             return
-        together = self.rank_of_call(operation)
+        together = _rank_of_call(self.graph, operation)
         yield Moved(2 * _FLOAT32 * outputs * rank)  # B times the scale
         yield Product(rows, rank, outputs, self.streamed, is_model=False)
         yield Moved(2 * rows * rank * self.element, "copy", self.streamed)  # into the columns of all adapters of a call
@@ -295,7 +286,7 @@ class _LayerWork:
         if not is_grouped and adapter.trains_a:
             if (maker := self.graph.maker_of_adapter_s_input(operation)) is not None:
                 yield from self.forward(maker)
-            yield from self.dropout(operation, adapter, adapter.rank / self.rank_of_call(operation))
+            yield from self.dropout(operation, adapter, adapter.rank / _rank_of_call(self.graph, operation))
         yield Moved(2 * _FLOAT32 * outputs * adapter.rank)  # B's gradient times the scale
         for n, k in ((outputs, adapter.rank), (inputs, adapter.rank if adapter.trains_a else 0)):
             if is_grouped and k:
@@ -324,7 +315,7 @@ class _LayerWork:
                 yield Moved(3 * self.bytes_of(value.name), "add", self.streamed, times)
 
     def is_adapted_call(self, operation: Operation) -> bool:
-        return bool(self.graph.training.adapters) and self.rank_of_call(operation) > 0
+        return bool(self.graph.training.adapters) and _rank_of_call(self.graph, operation) > 0
 
     # Attention
 
@@ -453,3 +444,13 @@ class _LayerWork:
     def wide_rows(self, operation: Operation) -> int:
         """Bytes of a float32 copy that is read and written."""
         return 2 * self.bytes_of(operation.makes[0].name) // self.element * _FLOAT32
+
+
+def _rank_of_call(graph: LayerGraph, operation: Operation) -> int:
+    """The ranks of all adapters on the products that share an input."""
+    adapter_of = graph.training.adapter_of
+    for _, call in groupby(graph.operations, key=lambda each: (each.kind, each.reads, each.in_float32)):
+        names = [each.name for each in call]
+        if operation.name in names:
+            return sum(adapter.rank for name in names if (adapter := adapter_of(name)) is not None)
+    raise AssertionError("an operation is in the list of its layer")
