@@ -15,7 +15,7 @@ from danlu.planning.cards import Card, find_card
 from danlu.planning.cluster import Cluster
 from danlu.planning.lengths import Lengths
 from danlu.planning.mean_documents import mean_documents
-from danlu.planning.rank_memory import chunks_step, rank_states
+from danlu.planning.rank_memory import chunks_step, gathered_bytes_of, rank_states
 from danlu.planning.step import plan_step
 from danlu.planning.step_plan import StepPlan
 from danlu.planning.target import Target
@@ -58,7 +58,10 @@ def test_memory_of_the_walk_is_that_of_the_closed_form(tiny_world: World, tmp_pa
     element_bytes = 4 if section.shard == "none" else 2
     head_gradient = config.vocab_rows // section.tensor * config.hidden_size * element_bytes
     memory = plan.worst.memory
-    assert memory.allocated == states.parts.total + step.activations.peak(step.logits + head_gradient)
+    whole_gradients = gathered_bytes_of(workload, states.tensors)[1]  # there in backward passes alone
+    at_loss = step.activations.kept + step.logits + head_gradient - whole_gradients
+    in_backward = step.activations.kept + step.activations.recomputed
+    assert memory.allocated == states.parts.total + max(at_loss, in_backward)
     assert memory.by_role == states.by_role and memory.host.step == states.offloaded
     alone = workload_of(tiny_world, tmp_path, batch={"sequences": 16, "micro": 2})
     assert plan_of(alone).micro_batches == 1
@@ -154,3 +157,16 @@ def test_mean_documents_have_the_mix_of_all() -> None:
     assert mean_documents(lengths, 3, 50) == [50] * 3
     assert mean_documents(Lengths(None, "full packs"), 2, 64) == [64, 64]
     assert mean_documents(Lengths((7,), "file"), 1, 64) == [7] * 9 + [1]
+
+
+def test_chunks_of_a_stage_share_the_bytes_of_whole_gradients(tiny_world: World, tmp_path: Path) -> None:
+    """Under zero3 a layer's whole gradients come and go; with `accumulate: local` those of each chunk wait."""
+
+    def gradients(chunks: int, **changes: Any) -> int:
+        schedule = {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
+        parallel = {"pipeline": {"stages": 2, **schedule}, "shard": "zero3", **changes}
+        plan = plan_of(workload_of(tiny_world, tmp_path, parallel=parallel))
+        return plan.stages[0].memory.parts.gradients
+
+    assert gradients(4) <= gradients(1)
+    assert gradients(4, accumulate="local") > gradients(1), "control"

@@ -222,6 +222,20 @@ def test_versions_of_weights_are_those_of_the_stash() -> None:
     assert all(each.parts.gradients == 1000 for each in walks), "the update takes them away"
 
 
+def test_whole_gradients_are_there_in_one_pass_alone() -> None:
+    """A stage with two chunks has those of one layer of one chunk at a time; the gradients of shards stay."""
+    cost = replace(COST, gradients_of_input=1000, message=0)
+    lists = schedule("interleaved", 2, 2, 4)
+    plain, whole, kept = (
+        walk(lists, [each] * 4)[0]
+        for each in (cost, replace(cost, whole_gradients=700), replace(cost, gradients=1700, gradients_of_input=1700))
+    )
+    makes_gradients = [event.kind == "backward" for event in whole.events]
+    assert whole.bytes == tuple(total + 700 * makes for total, makes in zip(plain.bytes, makes_gradients, strict=True))
+    assert whole.parts.gradients == 2 * 1000 + 700
+    assert kept.parts.gradients == 2 * 1700, "control: those of both chunks, to the end of the step"
+
+
 def test_micro_batches_may_differ() -> None:
     large, small = (ChunkCost(forward=size, kept=size, forward_peak=size, backward_peak=size) for size in (9, 5))
     (alone,) = walk([unsplit(3)], [[small], [large], [small]])
@@ -234,6 +248,7 @@ def test_micro_batches_may_differ() -> None:
 EVERY = replace(
     COST,
     backward=2.5,
+    whole_gradients=30,
     send=0.5,
     reduce=0.5,
     gathered=50,

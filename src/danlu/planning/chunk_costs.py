@@ -130,7 +130,9 @@ def chunk_bytes(
     recipe, tensors = workload.recipe, list(tensors)
     gathered, whole_gradients = gathered_bytes_of(workload, tensors)
     trained = {each.name: each.shape for each in tensors if each.whole.trained}
-    total = optimizer_bytes(recipe.optimizer, trained, paged=False).gradients + whole_gradients
+    total = optimizer_bytes(recipe.optimizer, trained, paged=False).gradients
+    if not recipe.parallel.reduces_each_micro_batch:  # whole ones wait in each chunk for the last micro-batch
+        total, whole_gradients = total + whole_gradients, 0
     cost = step.chunk_cost(_chunk_gradients(workload, own, tensors, total, target.device_type))
     share, tokens = rank_share(workload), step.tokens
     stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.precision]
@@ -141,7 +143,9 @@ def chunk_bytes(
         frozen_message=_frozen_message(workload, tokens),
     )
     if recipe.parallel.shard != "none":  # whole gradients come and go layer by layer, and shards stay
-        cost = replace(cost, first_backward=None, first_weight=None, gradients_of_input=total)
+        cost = replace(
+            cost, first_backward=None, first_weight=None, gradients_of_input=total, whole_gradients=whole_gradients
+        )
     return cost
 
 

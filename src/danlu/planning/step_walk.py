@@ -62,6 +62,8 @@ class ChunkCost:
     """The bytes of those that the pass makes which leaves the others for later: norms, embedding, head."""
     gradients_of_forward: int = 0
     """The bytes of those that each forward pass makes, and holds until its backward pass: the head's, by the loss."""
+    whole_gradients: int = 0
+    """Bytes of whole gradients, besides those of shards, that a pass which makes gradients has at a time."""
     gathered: int = 0
     """Bytes of whole parameters that are gathered from shards for a pass."""
     reduce_buffer: int = 0
@@ -322,7 +324,7 @@ class _RankMemory:
             peak = cost.first_backward
         moment = self._now(
             activations=peak.activations - shared,
-            gradients=peak.gradients,
+            gradients=peak.gradients + cost.whole_gradients,
             gathered=self._gathering(cost),
         )
         self._make(place[0], missing)
@@ -339,7 +341,7 @@ class _RankMemory:
         if missing and cost.first_weight is not None:
             peak = cost.first_weight
         self.queue -= cost.kept_for_weight
-        moment = self._now(queue=peak.activations, gradients=peak.gradients)
+        moment = self._now(queue=peak.activations, gradients=peak.gradients + cost.whole_gradients)
         self._make(chunk, missing)
         return moment
 
