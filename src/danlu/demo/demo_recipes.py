@@ -94,7 +94,7 @@ schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
 batch: {{tokens: 2048}}  # of one optimizer step
 epochs: 1
 
-precision: bf16
+precision: auto  # fp32 or bf16, whichever multiplies faster here
 evaluation: {{every: 100, samples: {{prompts: ["One day,"], max_new_tokens: {LONGEST_ANSWER}}}}}
 checkpoint: {{every: 100, keep: 2}}
 seed: 0
@@ -129,7 +129,7 @@ schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
 batch: {{sequences: 8}}  # packs of max_length in one optimizer step
 epochs: {size.sft_epochs}
 
-precision: bf16
+precision: auto  # fp32 or bf16, whichever multiplies faster here
 evaluation: {{every: 50, samples: {{prompts: ["What does the owl eat?"], max_new_tokens: {LONGEST_ANSWER}}}}}
 checkpoint: {{every: 50, keep: 2}}
 seed: 0
@@ -161,7 +161,7 @@ schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
 batch: {{sequences: 8}}
 epochs: {size.sums_epochs}
 
-precision: bf16
+precision: auto  # fp32 or bf16, whichever multiplies faster here
 checkpoint: {{every: 50, keep: 2}}
 seed: 0
 output: {_quoted(place.run("sums"))}
