@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from danlu.core.errors import ModelError
-from danlu.models.hf_folder import read_config, read_tensors, resolve_folder
+from danlu.models.hf_folder import read_config, read_json, read_tensors, resolve_folder
 
 
 def test_a_model_folder_or_a_run_with_a_model_in_it_is_found(tmp_path: Path) -> None:
@@ -120,6 +120,8 @@ def test_configs_that_cannot_be_read_name_file_and_place(tmp_path: Path) -> None
     file.write_text("[]")
     with pytest.raises(ModelError, match="expected a JSON object, found list"):
         read_config(tmp_path)
+    with pytest.raises(ModelError, match="is a folder. Name the JSON file in it, such as .*config.json"):
+        read_json(tmp_path)
     file.write_bytes(b"\xff\xfe{}")
     with pytest.raises(ModelError, match="cannot be read"):
         read_config(tmp_path)

@@ -182,6 +182,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ModelError(f"{file}: no such file") from None
     except json.JSONDecodeError as error:
         raise ModelError(f"{file}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from None
+    except IsADirectoryError:
+        raise ModelError(f"{file}: is a folder. Name the JSON file in it, such as {file / 'config.json'}") from None
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

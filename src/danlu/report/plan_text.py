@@ -191,10 +191,10 @@ def _memory_lines(values: Mapping[str, Any]) -> Iterator[str]:
     host = {name: count for name, count in memory["host"].items() if count}
     if host:
         yield f"  host memory: {', '.join(f'{name} {size(count)}' for name, count in host.items())}"
-    disk = f"  disk: {values['checkpoint_bytes'] / _GIB:,.2f} GiB each checkpoint"
+    disk = f"  disk: {size(values['checkpoint_bytes'])} each checkpoint"
     if "result_bytes" in values:  # plan.json of an older run has neither
         kept, result = values["checkpoints_kept"], values["result_bytes"]
-        disk += f", {kept} are kept; {result / _GIB:,.2f} GiB the result"
+        disk += f", {kept} are kept; {size(result)} the result"
     yield disk
 
 
