@@ -130,6 +130,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="every_choice",
     ),
     Mutation(
+        "planning/plan_cache.py",
+        "key = self.kinds.of_chunk(chunks, chunk), chosen, settings",
+        "key = chosen, settings",
+        "planning/test_stage_kinds.py",
+        only="unlike",
+    ),
+    Mutation(
+        "planning/step_walk.py",
+        "gradients=peak.gradients + cost.whole_gradients,",
+        "gradients=peak.gradients,",
+        "planning/test_step_walk.py",
+        only="whole_gradients",
+    ),
+    Mutation(
+        "planning/chunk_costs.py",
+        "total, whole_gradients = total + whole_gradients, 0",
+        "pass",
+        "planning/test_step.py",
+        only="chunks_of_a_stage",
+    ),
+    Mutation(
         "planning/search_bounds.py",
         'shard: Shard = "none" if choice.shard == "none" else "zero1"',
         'shard: Shard = "none"',

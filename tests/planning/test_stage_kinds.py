@@ -68,3 +68,24 @@ def test_layers_of_other_kinds_are_told_apart(tiny_world: World, tmp_path: Path)
     assert dense.of_policy == (0,) * 11
     mixture = StageKinds(workload_of(tiny_world, tmp_path, MIXTURE, {}))
     assert mixture.of_policy == (0,) * 2 + (1,) * 7
+
+
+def test_unlike_chunks_of_a_stage_do_not_share_bytes(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk has dense layers and the embedding, the last ones experts alone."""
+    pipeline = {"stages": 2, "schedule": "interleaved", "chunks": 4}
+    workload = workload_of(tiny_world, tmp_path, MIXTURE, {"parallel": {"pipeline": pipeline}})
+    target = Target(Cluster.of("2xH100-80G"))
+    layout = layout_of(workload.recipe.parallel, 2)
+
+    def costs() -> list[Any]:
+        cache = PlanCache(workload, target)
+        return cache.costs_of(workload, layout, cache.stage_of(workload, layout, 0), 2)
+
+    shared = costs()
+    monkeypatch.setattr(StageKinds, "of_chunk", lambda self, chunks, chunk: chunk)
+    alone = costs()
+    assert shared == alone and len(set(alone)) > 1
+    monkeypatch.setattr(StageKinds, "of_chunk", lambda self, chunks, chunk: 0)
+    assert costs() != alone, "control"
