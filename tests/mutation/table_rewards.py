@@ -85,6 +85,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rewards/symbolic.py",
+        '(each.set_domain("QQ").sqf_part().monic() for each in sides)',
+        '(each.set_domain("QQ").monic() for each in sides)',
+        "rewards/test_math_answer.py",
+        only="the_same",
+    ),
+    Mutation(
+        "rewards/symbolic.py",
+        "    if (same := _same_roots(given[0], wanted[0])) is not None:",
+        "    if (same := _same_roots(given[0], given[0])) is not None:",
+        "rewards/test_math_answer.py",
+        only="not_the_same",
+    ),
+    Mutation(
+        "rewards/symbolic.py",
         "        return bool(difference <= size * Fraction(1, 10**12)) or given == wanted",
         "        return True",
         "rewards/test_math_answer.py",
