@@ -6,6 +6,7 @@ by gloo over loopback, on GPUs by NCCL.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def _measure_links(machine: Machine, sizes: Sizes) -> dict[str, Table]:
 
 
 def _seconds(call: Callable[[torch.Tensor], Any], x: torch.Tensor, count: int) -> float:
-    """Seconds of a call that all processes make as often."""
+    """Seconds of a call that all processes make as often, the median."""
     times = []
     for _ in range(1 + max(_FEWEST_CALLS, min(_MOST_CALLS, _CALLS_BYTES // count))):
         started = time.perf_counter()
@@ -132,7 +133,7 @@ def _seconds(call: Callable[[torch.Tensor], Any], x: torch.Tensor, count: int) -
         if x.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    return max(1e-9, min(times[1:]))
+    return max(1e-9, statistics.median(times[1:]))
 
 
 def _echo(group: Group, x: torch.Tensor) -> None:

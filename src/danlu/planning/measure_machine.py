@@ -128,7 +128,7 @@ class _Clock:
         return Table.rising(axes, seconds, powers)
 
     def seconds(self, call: Call) -> float:
-        """Seconds of a call, the median: where other work shares the machine the fastest is a third faster than most."""
+        """Seconds of a call, the median: where other work shares the machine the fastest is a third below most."""
         times = self._cuda_times(call) if self.device.type == "cuda" else self._cpu_times(call)
         return max(1e-9, statistics.median(times))
 
