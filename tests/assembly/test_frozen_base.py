@@ -29,6 +29,7 @@ SECTIONS = [
     sections.Fp4(),
     sections.Int8(group=16),
     sections.Int4(group=16),
+    sections.Nvfp4(),
 ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.scaled_formats import FORMATS, OF_FILES
 
 from danlu.numerics.four_bit import codebook
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight
+from danlu.numerics.scaled_weight import ScaledWeight
 
 SHAPES = [(3, 21), (64, 64), (100, 1000), (257, 4096)]
 
@@ -35,7 +36,10 @@ def test_four_bits_are_the_nearest_level_of_their_block(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_device_unpacks_the_bits_of_the_cpu(device: torch.device, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for one in (FourBitWeight.quantize(weight), IntegerWeight.quantize(weight, 8), IntegerWeight.quantize(weight, 4)):
+    for one in (
+        FourBitWeight.quantize(weight),
+        *(ScaledWeight.quantize(weight, form) for form in (FORMATS | OF_FILES).values()),
+    ):
         here = one.dense(torch.bfloat16)
         assert torch.equal(one.to(device).dense(torch.bfloat16).cpu(), here)
 

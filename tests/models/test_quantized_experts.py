@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from builders.scaled_formats import FORMATS
 from torch import Tensor
 
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.ops import grouped_linear, quantized_grouped_linear
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import StackedWeight
+from danlu.numerics.scaled_weight import ScaledWeight
 
 KINDS: dict[str, Any] = {
     "nf4": FourBitWeight.quantize,
     "fp4": partial(FourBitWeight.quantize, kind="fp4", block=32, double=False),
-    "int8": partial(IntegerWeight.quantize, bits=8),
-    "int4": partial(IntegerWeight.quantize, bits=4, group=32),
+    "int8": partial(ScaledWeight.quantize, form=FORMATS["int8"]),
+    "int3": partial(ScaledWeight.quantize, form=FORMATS["int3"]),
+    "nvfp4": partial(ScaledWeight.quantize, form=FORMATS["nvfp4"]),
 }
 COUNTS = torch.tensor([0, 5, 33, 0, 40, 1])
 OUTPUTS, INPUTS = 24, 80

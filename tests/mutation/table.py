@@ -946,10 +946,38 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("optim/gradients.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
     # -- numerics
     Mutation(
-        "numerics/integer_weight.py",
-        "scales[rows] = largest / _LARGEST[bits]",
-        "scales[rows] = largest / (_LARGEST[bits] + 1)",
-        "numerics/test_integer_weight.py",
+        "numerics/format.py",
+        "return math.floor(self.of_element.largest) if self.narrow_range else self.of_element.largest",
+        "return self.of_element.largest",
+        "numerics/test_scaled_weight.py",
+        "definition",
+    ),
+    Mutation(
+        "numerics/scaled_weight.py",
+        'if "groups" in tensors or self.shape[0] % block[0]:',
+        'if "groups" in tensors:',
+        "numerics/test_stacked_weight.py",
+    ),
+    Mutation(
+        "numerics/scaled_weight.py",
+        "first | (second & 15) << 8, second >> 4 | third << 4",
+        "first | (second & 15) << 8, second >> 4 | third << 3",
+        "numerics/test_scaled_weight.py",
+        "int3",
+    ),
+    Mutation(
+        "numerics/scaled_weight.py",
+        "return values[torch.arange(rows.start, rows.stop, device=values.device) // high]",
+        "return values[torch.arange(rows.stop - rows.start, device=values.device) // high]",
+        "numerics/test_scaled_weight.py",
+        "fp8 blocks",
+    ),
+    Mutation(
+        "numerics/packing.py",
+        "return pack_int32((zeros - int(minus_one)) & (2**bits - 1), bits)",
+        "return pack_int32(zeros & (2**bits - 1), bits)",
+        "numerics/test_packing.py",
+        "zeros",
     ),
     Mutation(
         "numerics/loss_scaling.py",

@@ -7,12 +7,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from builders.scaled_formats import FORMATS
 from torch import Tensor, nn
 
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule
+from danlu.numerics.scaled_weight import ScaledWeight
 
 # Rounding of one product, over sums of a few hundred numbers.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
@@ -27,8 +28,9 @@ def weights(outputs: int = 48, inputs: int = 80) -> list[QuantizedWeightModule]:
     return [
         FourBitWeight.quantize(matrix),
         FourBitWeight.quantize(matrix, kind="fp4", double=False),
-        IntegerWeight.quantize(matrix, 8),
-        IntegerWeight.quantize(matrix, 4, group=32),
+        ScaledWeight.quantize(matrix, FORMATS["int8"]),
+        ScaledWeight.quantize(matrix, FORMATS["int4"]),
+        ScaledWeight.quantize(matrix, FORMATS["nvfp4"]),
     ]
 
 
@@ -154,7 +156,9 @@ def test_casting_the_model_leaves_constants_alone() -> None:
             assert torch.equal(weight.dense(torch.float32), expected)
             assert all(buffer.dtype != torch.float16 for buffer in weight.buffers())
     # It would matter.
-    weight.scales = weight.scales.half()
+    weight = weights()[3]
+    expected = weight.dense(torch.float32)
+    weight.scales = weight.scales.half()  # type: ignore[assignment, union-attr]
     assert not torch.equal(weight.dense(torch.float32), expected)
 
 

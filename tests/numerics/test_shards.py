@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.scaled_formats import FORMATS, OF_FILES
 
 from danlu.numerics.four_bit import BLOCKS
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule
+from danlu.numerics.scaled_weight import ScaledWeight
 
 SHAPES = [(8, 256), (12, 96), (6, 80), (10, 27), (512, 128)]
 
@@ -23,12 +24,10 @@ def packed(kind: str, shape: tuple[int, int]) -> QuantizedWeightModule:
             return FourBitWeight.quantize(weight(shape), kind=kind, double=False)
         case "nf4 double":
             return FourBitWeight.quantize(weight(shape), block=32)
-        case "int8":
-            return IntegerWeight.quantize(weight(shape), 8, group=32)
-    return IntegerWeight.quantize(weight(shape), 4, group=24)
+    return ScaledWeight.quantize(weight(shape), (FORMATS | OF_FILES)[kind])
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4 double", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4 double", *FORMATS, *OF_FILES])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_boxes_hold_the_numbers_of_the_whole(kind: str, shape: tuple[int, int]) -> None:
     whole = packed(kind, shape)

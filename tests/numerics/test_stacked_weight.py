@@ -6,20 +6,20 @@ from functools import partial
 
 import pytest
 import torch
+from builders.scaled_formats import FORMATS, OF_FILES
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight, unpack_kernels
-from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import StackedWeight
+from danlu.numerics.scaled_weight import ScaledWeight
 
 KINDS = {
     "nf4": FourBitWeight.quantize,
     "nf4, one constant for each block": partial(FourBitWeight.quantize, double=False),
     "fp4": partial(FourBitWeight.quantize, kind="fp4", block=32),
-    "int8": partial(IntegerWeight.quantize, bits=8, group=32),
-    "int4": partial(IntegerWeight.quantize, bits=4, group=32),
+    **{name: partial(ScaledWeight.quantize, form=form) for name, form in (FORMATS | OF_FILES).items()},
 }
 COUNT = 5
 SHAPES = [(48, 80), (130, 130), (5, 27)]

@@ -92,7 +92,7 @@ ADAPTERS: dict[str, Case] = {
     "nf4": case(sections.Lora(targets=LINEAR), quantization=sections.Nf4()),
     "fp4": case(sections.Lora(targets=LINEAR), quantization=sections.Fp4(double=False)),
     "int8": case(sections.Vera(targets=LINEAR, rank=4), quantization=sections.Int8()),
-    "int4": case(sections.Dora(targets=LINEAR), quantization=sections.Int4(group=16)),
+    "nvfp4": case(sections.Dora(targets=LINEAR), quantization=sections.Nvfp4()),
 }  # fmt: skip
 # Each: the fault, and a gradient that must show it.
 FAULTS: dict[str, tuple[Case, str]] = {

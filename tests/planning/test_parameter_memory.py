@@ -19,7 +19,7 @@ from danlu.recipe import sections
         sections.Fp4(block=128, double=False),
         sections.Nf4(block=32),
         sections.Int8(group=48),
-        sections.Int4(),
+        *(section() for section in sections.QUANTIZATIONS[3:]),
     ],
     ids=repr,
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 DANLU = "danlu.json"
-QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
+QUANTIZATIONS = ("nf4", "fp4", "int8", "int4", "int3", "int2", "fp8", "mxfp8", "mxfp4", "nvfp4")
 """Kinds of quantization that a recipe may ask for."""
 PEFT_TYPES = (
     "ADALORA",

@@ -49,7 +49,7 @@ def load(
         base: of an adapter: the model it sits on, if not where it was trained.
         dtype: auto (as stored), fp32, bf16 or fp16.
         device: auto, cpu or cuda.
-        quantization: nf4, fp4, int8, int4 or none for linear layers; by default as an adapter was trained, or stored.
+        quantization: a kind (nf4, int4, fp8, ...) or none; by default as an adapter was trained, or stored.
 
     Raises ModelError or DataError for a folder that is no model, ResourceError for a device that is not there, and
     RecipeError for an argument that is wrong.

@@ -26,9 +26,10 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
+from danlu.numerics.format import Format
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
+from danlu.numerics.scaled_weight import ScaledWeight
 from danlu.recipe import sections
 
 _ADVICE = "Leave out `quantization`, or name the original model"
@@ -190,14 +191,28 @@ def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> Qua
     """Quantizes a matrix [O, I] as a section of the recipe says; a float64 one by way of float32."""
     if weight.dtype == torch.float64:
         weight = weight.float()
+    if isinstance(section, sections.Nf4 | sections.Fp4):
+        return FourBitWeight.quantize(weight, kind=section.kind, block=section.block, double=section.double, where=name)
+    return ScaledWeight.quantize(weight, format_of(section), where=name)
+
+
+def format_of(section: Any) -> Format:
+    """Returns the format of a section of the recipe, of all kinds but nf4 and fp4."""
+    block = (1, section.group)
     match section:
-        case sections.Nf4() | sections.Fp4():
-            return FourBitWeight.quantize(
-                weight, kind=section.kind, block=section.block, double=section.double, where=name
-            )
         case sections.Int8() | sections.Int4():
-            return IntegerWeight.quantize(weight, 8 if section.kind == "int8" else 4, group=section.group, where=name)
-    raise AssertionError(f"no packing is known for {type(section).__name__}")
+            return Format(section.kind, block, narrow_range=True)
+        case sections.Int3() | sections.Int2():  # the lowest code is one of 8, or of 4: it is needed
+            return Format(section.kind, block)
+        case sections.Fp8():
+            return Format("e4m3", block)
+        case sections.Mxfp8():
+            return Format("e4m3", block, "e8m0")
+        case sections.Mxfp4():
+            return Format("e2m1", block, "e8m0", rounding="floor")
+        case sections.Nvfp4():
+            return Format("e2m1", block, "e4m3")
+    raise AssertionError(f"no format is known for {type(section).__name__}")
 
 
 def quantize_stack(weight: Tensor, section: Any, name: str = "a stack of matrices") -> StackedWeight:

@@ -99,12 +99,13 @@ def quantization(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure the losses of a model in NF4, FP4, INT8 and INT4: errors of linear layers, bits a parameter, perplexity.
+    """Measure the losses of a model in every format of a base: errors of linear layers, bits a parameter, perplexity.
 
     bits are counted from what is stored. error is ||W - Q|| / ||W|| of all linear layers together, worst that of the
     layer that loses most (--json names it), mean is mean |W - Q| / mean |W|.
 
-    NF4 and FP4 are in blocks of 64 with their scales quantized too, or left whole; INT8 and INT4 in groups of 128.
+    NF4 and FP4 are in blocks of 64 with their scales quantized too, or left whole; integers and FP8 in groups of 128;
+    MXFP8, MXFP4 and NVFP4 as they are defined.
     """
     precision = check_flags({}, 0, dtype, device, [])
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
@@ -120,8 +121,7 @@ def quantization(
         "nf4": sections.Nf4(),
         "nf4, scales whole": sections.Nf4(double=False),
         "fp4": sections.Fp4(),
-        "int8": sections.Int8(group=128),
-        "int4": sections.Int4(group=128),
+        **{each.model_fields["kind"].default: each() for each in sections.QUANTIZATIONS[2:]},
     }
     with closing(RowProgress(sys.stderr, doing="measuring", units="layers")) as progress:
         errors = quantization_errors(resolved.folder, formats, progress if sys.stderr.isatty() else None)

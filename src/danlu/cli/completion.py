@@ -43,7 +43,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "install-completion": ("bash", "zsh", "fish"),
-    "quantization": ("nf4", "fp4", "int8", "int4", "none"),
+    "quantization": ("nf4", "fp4", "int8", "int4", "int3", "int2", "fp8", "mxfp8", "mxfp4", "nvfp4", "none"),
     "resume": ("auto", "never"),
     "show-completion": ("bash", "zsh", "fish"),
 }

@@ -56,7 +56,7 @@ Base = Annotated[str | None, typer.Option(help="Of an adapter: the model it sits
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="Quantize linear layers: nf4, fp4, int8, int4; none. Default: as an adapter was trained, or stored."
+        help="Quantize linear layers: nf4, int4, fp8, ...; none. Default: as an adapter was trained, or stored."
     ),
 ]
 

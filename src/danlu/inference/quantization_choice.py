@@ -32,7 +32,7 @@ def quantization_section(kind: str | None, resolved: ResolvedModel | None = None
 
     from danlu.recipe import sections
 
-    known = {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}
+    known = {section.model_fields["kind"].default: section for section in sections.QUANTIZATIONS}
     try:
         return known[values["kind"]](**values)
     except ValidationError as error:  # a kind alone is right: it is an adapter's own danlu.json

@@ -54,8 +54,6 @@ ELEMENTS: dict[str, ElementType] = {
 }
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1 by code; the fourth bit is the sign."""
-_E2M1_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints, which round to the code that is even."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,8 @@ class Format:
     """integer: codes are unsigned and zero is one of them, so that 0 is exact. float: any number of steps."""
     rounding: Rounding = "up"
     """The direction of a power of two. up: no number saturates (DeepSeek-V3). floor: as OCP, where the largest may."""
+    narrow_range: bool = False
+    """Integers without the lowest code, as many of both signs: -127 to 127, and scales of the largest over 127."""
 
     def __post_init__(self) -> None:
         if self.element not in ELEMENTS or self.scale not in get_args(ScaleKind) or min(self.block) < 0:
@@ -83,6 +83,8 @@ class Format:
             raise ValueError(f"{self.element} is symmetric: it has no zero")
         if self.scale in ("power-of-two", "e8m0") and self.zero != "none":
             raise ValueError("a format with a zero has no power of two as its scale")
+        if self.narrow_range and (self.zero != "none" or self.of_element.is_float):
+            raise ValueError("a narrow range is one of integers without a zero")
 
     @property
     def of_element(self) -> ElementType:
@@ -92,6 +94,11 @@ class Format:
     def bits(self) -> int:
         """Bits of an element, without scales."""
         return self.of_element.bits
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a block in steps of its scale."""
+        return math.floor(self.of_element.largest) if self.narrow_range else self.of_element.largest
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
         """The number of blocks of rows and of columns of a matrix."""
@@ -116,6 +123,8 @@ class Scaled:
     """[.., Rb, Cb]: uint8 codes, or float32 steps."""
     tensor_scale: Tensor | None = None
     """[.., 1, 1] float32, above scales of E4M3."""
+    groups: Tensor | None = None
+    """[C] int32, of blocks that are not of neighbouring columns: the block of each column (GPTQ's act_order)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -133,9 +142,15 @@ class Scaled:
         rows, columns = self.shape[-2:]
         block = self.format.block_of(rows, columns)
         numbers = _numbers(self.codes, self.format)
+
+        def of_elements(values: Tensor) -> Tensor:
+            if self.groups is None:
+                return _for_elements(values, block, rows, columns)
+            return _for_elements(values, (block[0], 1), rows, columns).index_select(-1, self.groups)
+
         if self.zeros is not None:
-            numbers = numbers - _for_elements(self.zeros.float(), block, rows, columns)
-        return (numbers * _for_elements(self.wide_scales(), block, rows, columns)).to(dtype)
+            numbers = numbers - of_elements(self.zeros.float())
+        return (numbers * of_elements(self.wide_scales())).to(dtype)
 
     def box(self, rows: slice, columns: slice) -> Scaled:
         """Some rows and columns by the same codes: nothing is encoded again. A block that they cut gets smaller.
@@ -144,19 +159,26 @@ class Scaled:
         """
         height, width = self.shape[-2:]
         high, wide = self.format.block_of(height, width)
+        codes = self.codes[..., rows, columns].contiguous()
+        if self.groups is not None:
+            own = math.gcd(high, rows.start)
+            of_rows = torch.arange(rows.start, rows.stop, own, device=self.codes.device) // high
+            scales, zeros = (None if each is None else each[..., of_rows, :] for each in (self.scales, self.zeros))
+            assert scales is not None
+            form = replace(self.format, block=(own, wide))
+            return Scaled(codes, scales, form, zeros, self.tensor_scale, self.groups[columns])
         # Blocks of the box begin at its first row and column, so one that is cut at the front is several smaller ones.
-        own = math.gcd(high, rows.start), math.gcd(wide, columns.start)
-        of_rows = torch.arange(rows.start, rows.stop, own[0], device=self.codes.device) // high
-        of_columns = torch.arange(columns.start, columns.stop, own[1], device=self.codes.device) // wide
+        block = math.gcd(high, rows.start), math.gcd(wide, columns.start)
+        of_rows = torch.arange(rows.start, rows.stop, block[0], device=self.codes.device) // high
+        of_columns = torch.arange(columns.start, columns.stop, block[1], device=self.codes.device) // wide
 
         def of_blocks(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[..., of_rows, :][..., of_columns]
 
         scales = of_blocks(self.scales)
         assert scales is not None
-        codes = self.codes[..., rows, columns].contiguous()
-        own_format = replace(self.format, block=own)
-        return Scaled(codes, scales, own_format, of_blocks(self.zeros), self.tensor_scale)
+        form = replace(self.format, block=block)
+        return Scaled(codes, scales, form, of_blocks(self.zeros), self.tensor_scale)
 
 
 def encode(x: Tensor, form: Format) -> Scaled:
@@ -183,19 +205,20 @@ def largest_of_blocks(x: Tensor, form: Format) -> Tensor:
 
 def scales_of(largest: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
     """Returns the scales of blocks [.., Rb, Cb] with these largest magnitudes, as stored, and the tensor's own one."""
-    of_element = form.of_element
-    largest = largest.where(largest != 0, of_element.largest)  # all codes are zero at any scale
+    of_tensor = largest.amax(dim=(-2, -1), keepdim=True) if largest.numel() else largest
+    largest = largest.where(largest != 0, form.largest)  # all codes are zero at any scale
     if form.scale == "e4m3":
-        tensor_scale = largest.amax(dim=(-2, -1), keepdim=True) / (_E4M3_LARGEST * of_element.largest)
-        own = largest / (of_element.largest * tensor_scale)
+        tensor_scale = of_tensor.where(of_tensor != 0, form.largest) / (_E4M3_LARGEST * form.largest)
+        tensor_scale = tensor_scale.clamp_min(_SMALLEST_SCALE)
+        own = largest / (form.largest * tensor_scale)
         # Never zero: a small block's numbers are then zero by their codes, and not by a quotient of zeros.
         return own.clamp(2.0**-9, _E4M3_LARGEST).to(torch.float8_e4m3fn), tensor_scale
     if form.scale in ("power-of-two", "e8m0"):
-        exponents = _scale_exponents(largest, of_element, form.rounding)
+        exponents = _scale_exponents(largest, form)
         stored = (exponents + 127).to(torch.uint8)
         stored = stored.where(largest.isfinite(), 255)  # E8M0's NaN
         return (stored if form.scale == "e8m0" else exponents_to_scales(stored)), None
-    scales = (largest / of_element.largest).clamp_min(_SMALLEST_SCALE)
+    scales = (largest / form.largest).clamp_min(_SMALLEST_SCALE)
     return _stored_scales(scales, form.scale), None
 
 
@@ -210,11 +233,11 @@ def codes_of(scaled: Tensor, form: Format) -> Tensor:
     of_element = form.of_element
     match form.element:
         case "e2m1":
-            borders = torch.tensor(_E2M1_BORDERS, device=scaled.device)
             magnitude = scaled.abs()
-            upper = torch.bucketize(magnitude, borders, right=False)  # a tie goes to the lower code
-            is_tie = magnitude == borders[upper.clamp_max(len(borders) - 1)]
-            return (upper + (is_tie & (upper % 2 == 1)) + 8 * scaled.signbit()).to(torch.uint8)
+            # Between powers of two, codes are even steps: 1/2 below 2, 1 below 4, 2 from there on.
+            above_two = torch.where(magnitude < 4, magnitude.round() + 2, (magnitude / 2).round() + 4)
+            rounded = torch.where(magnitude < 2, (magnitude * 2).round(), above_two).clamp_max(7)
+            return (rounded + 8 * scaled.signbit()).to(torch.uint8)
         case "e5m6":
             _, exponent = torch.frexp(scaled)
             step = torch.ldexp(torch.ones_like(scaled), exponent.clamp_min(-13) - 7)  # 2^-6 of the power of two below
@@ -223,7 +246,7 @@ def codes_of(scaled: Tensor, form: Format) -> Tensor:
         case "e4m3" | "e5m2":
             return scaled.clamp(-of_element.largest, of_element.largest).to(of_element.dtype)
     half = 2 ** (of_element.bits - 1)
-    return scaled.round().clamp(-half, half - 1).to(torch.int8)
+    return scaled.round().clamp(int(form.narrow_range) - half, half - 1).to(torch.int8)
 
 
 def _encode_with_zero(x: Tensor, form: Format, block: tuple[int, int]) -> Scaled:
@@ -252,12 +275,12 @@ def _stored_scales(scales: Tensor, kind: ScaleKind) -> Tensor:
     return scales
 
 
-def _scale_exponents(largest: Tensor, of_element: ElementType, rounding: Rounding) -> Tensor:
+def _scale_exponents(largest: Tensor, form: Format) -> Tensor:
     """Returns the exponents, int32, of power-of-two scales of floating-point or integer elements."""
-    if rounding == "floor":
+    if form.rounding == "floor":
         _, exponent = torch.frexp(largest)
-        return (exponent - 1 - (of_element.exponent or math.floor(math.log2(of_element.largest)))).clamp(-127, 127)
-    mantissa, exponent = torch.frexp(largest / of_element.largest)  # mantissa in [1/2, 1)
+        return (exponent - 1 - (form.of_element.exponent or math.floor(math.log2(form.largest)))).clamp(-127, 127)
+    mantissa, exponent = torch.frexp(largest / form.largest)  # mantissa in [1/2, 1)
     return (exponent - (mantissa == 0.5).int()).clamp(-126, 127)
 
 

@@ -10,10 +10,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from danlu.core.shard_box import ShardBox
-from danlu.recipe.sections.model import Int4, Int8, QuantizationSection
+from danlu.recipe.sections.model import Fp4, Nf4, QuantizationSection
 
 NESTED_BLOCK = 256
 """Blocks of four-bit numbers that share one float32 for their scales under double quantization."""
+_STORED = {
+    **{f"int{bits}": (bits, 4) for bits in (8, 4, 3, 2)},
+    "fp8": (8, 4),
+    "mxfp8": (8, 1),
+    "mxfp4": (4, 1),
+    "nvfp4": (4, 1),
+}
+"""Bits of a number, and bytes of the scale of a group."""
+_OF_MATRIX = {"nvfp4": 4}
+"""Bytes of a matrix's own scale."""
 
 
 class PackedShape(NamedTuple):
@@ -38,7 +48,7 @@ def packed_shape(shape: Sequence[int], section: QuantizationSection, box: ShardB
     """
     box = box or ShardBox.full(shape)
     stacked, (outputs, inputs) = box.sizes[:-2], box.sizes[-2:]
-    of_matrix = (_integers if isinstance(section, Int8 | Int4) else _four_bit)(section, shape[-1], box)
+    of_matrix = (_four_bit if isinstance(section, Nf4 | Fp4) else _groups)(section, shape[-1], box)
     assert outputs and inputs, f"a part without numbers of {shape}"
     return PackedShape((*stacked, *of_matrix.codes), math.prod(stacked) * of_matrix.constants)
 
@@ -48,15 +58,16 @@ def packed_bytes(shape: Sequence[int], section: QuantizationSection) -> int:
     return packed_shape(shape, section).bytes
 
 
-def _integers(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:
-    assert isinstance(section, Int8 | Int4)
+def _groups(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:
+    assert not isinstance(section, Nf4 | Fp4)
     (rows, columns), start = box.sizes[-2:], box.offsets[-1]
-    width = columns if section.kind == "int8" else -(-columns // 2)
-    return PackedShape((rows, width), 4 * rows * -(-columns // math.gcd(section.group, start)))
+    bits, scale_bytes = _STORED[section.kind]
+    groups = rows * -(-columns // math.gcd(section.group, start))
+    return PackedShape((rows, -(-columns * bits // 8)), scale_bytes * groups + _OF_MATRIX.get(section.kind, 0))
 
 
 def _four_bit(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:
-    assert not isinstance(section, Int8 | Int4)
+    assert isinstance(section, Nf4 | Fp4)
     (rows, columns), (row, column) = box.sizes[-2:], box.offsets[-2:]
     block: int = section.block
     count, start = rows * columns, row * inputs + column

@@ -25,7 +25,7 @@ from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.roles import REFERENCE, ModelSpec
-from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
+from danlu.recipe.sections import Cached, Fp4, Frozen, Model, Nf4, QuantizationSection
 from danlu.recipe.teachers import teachers_of
 from danlu.recipe.value import VALUE, value_adapter, value_share
 from danlu.stages.columns import all_answers
@@ -36,7 +36,7 @@ from danlu.stages.roles import FrozenDecoder
 from danlu.verification.proxy_adapters import proxy_adapter_folders, proxy_section
 from danlu.verification.proxy_model import BLOCK, proxy_config
 
-GROUP = 16  # numbers, of weights that are quantized to integers
+GROUP = 16  # numbers, of weights that are quantized in groups of any size
 _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 _MOVES_EVERY = 2  # steps at most, so that a moving reference moves in a verification
 _MOST_WARMUP = 1  # steps at most, so that the policy moves in a verification
@@ -179,11 +179,10 @@ def has_frozen_models(recipe: Recipe) -> bool:
 
 def small_blocks(section: QuantizationSection | None) -> QuantizationSection | None:
     """Quantization in blocks that fit small matrices."""
-    match section:
-        case Nf4() | Fp4():
-            return section.model_copy(update={"block": BLOCK})
-        case Int8() | Int4():
-            return section.model_copy(update={"group": min(section.group, GROUP)})
+    if isinstance(section, Nf4 | Fp4):
+        return section.model_copy(update={"block": BLOCK})
+    if section is not None and "group" in type(section).model_fields:
+        return section.model_copy(update={"group": min(section.group, GROUP)})
     return section
 
 

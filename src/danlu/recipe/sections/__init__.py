@@ -65,7 +65,23 @@ from danlu.recipe.sections.environments import (
     Verifiers,
 )
 from danlu.recipe.sections.long_context import LengthStage, LongContext, LongRopeSearch
-from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, NewToken, Nf4, Quantization, QuantizationSection
+from danlu.recipe.sections.model import (
+    QUANTIZATIONS,
+    Fp4,
+    Fp8,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    Model,
+    Mxfp4,
+    Mxfp8,
+    NewToken,
+    Nf4,
+    Nvfp4,
+    Quantization,
+    QuantizationSection,
+)
 from danlu.recipe.sections.optimizers import (
     SGD,
     Adafactor,
@@ -229,7 +245,8 @@ class Recipe(Section):
     ] = None
     """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
     quantization: Annotated[Quantization | None, OF_TOKENS] = None
-    """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4."""
+    """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4, int3, int2, fp8, mxfp8,
+    mxfp4, nvfp4."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
     schedule: Schedule = Schedule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -76,23 +76,64 @@ class Fp4(_FourBit):
     kind: Literal["fp4"] = "fp4"
 
 
-class _Integers(VariantSection):
+class _Groups(VariantSection):
     group: PositiveInt = 128
     """Inputs of a row that share a scale."""
 
 
-class Int8(_Integers):
+class Int8(_Groups):
     """Eight-bit integers, rounded to nearest."""
 
     kind: Literal["int8"] = "int8"
 
 
-class Int4(_Integers):
+class Int4(_Groups):
     """Four-bit integers, rounded to nearest."""
 
     kind: Literal["int4"] = "int4"
 
 
-QuantizationSection = Nf4 | Fp4 | Int8 | Int4
+class Int3(_Groups):
+    """Three-bit integers, rounded to nearest."""
+
+    kind: Literal["int3"] = "int3"
+
+
+class Int2(_Groups):
+    """Two-bit integers, rounded to nearest."""
+
+    kind: Literal["int2"] = "int2"
+
+
+class Fp8(_Groups):
+    """Eight-bit floating point, E4M3 (arXiv:2209.05433), with float32 scales."""
+
+    kind: Literal["fp8"] = "fp8"
+
+
+class Mxfp8(VariantSection):
+    """E4M3 with a power of two, rounded up, for each 32 inputs of a row (OCP Microscaling, arXiv:2506.08027)."""
+
+    group: ClassVar[int] = 32
+    kind: Literal["mxfp8"] = "mxfp8"
+
+
+class Mxfp4(VariantSection):
+    """Four-bit floating point, E2M1, with a power of two for each 32 inputs of a row (OCP Microscaling formats)."""
+
+    group: ClassVar[int] = 32
+    kind: Literal["mxfp4"] = "mxfp4"
+
+
+class Nvfp4(VariantSection):
+    """E2M1 with an E4M3 scale for each 16 inputs of a row, and a float32 one of each matrix above them (NVIDIA)."""
+
+    group: ClassVar[int] = 16
+    kind: Literal["nvfp4"] = "nvfp4"
+
+
+QuantizationSection = Nf4 | Fp4 | Int8 | Int4 | Int3 | Int2 | Fp8 | Mxfp8 | Mxfp4 | Nvfp4
+QUANTIZATIONS: tuple[type[QuantizationSection], ...] = get_args(QuantizationSection)
+"""The sections of all kinds of quantization."""
 
 Quantization = Annotated[QuantizationSection, Field(discriminator="kind")]
