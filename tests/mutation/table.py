@@ -942,6 +942,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "optim/test_groups.py",
     ),
     Mutation("optim/galore.py", 'alpha=group["lr"] * self.scale)', 'alpha=group["lr"])', "optim/test_galore.py"),
+    Mutation(
+        "optim/bfloat16_moments.py",
+        'step = state["step"].clone()',
+        'step = state["step"]',
+        "optim/test_bfloat16_moments.py",
+    ),
     Mutation("optim/eight_bit.py", 'state["step"].add_(1)', 'state["step"].add_(0)', "optim/test_eight_bit.py"),
     Mutation("optim/gradients.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
     # -- numerics

@@ -33,10 +33,12 @@ SECTIONS: list[Optimizer] = [
     AdamW8bit(learning_rate=0.01),  # everything here is small enough to keep float32 moments
     PagedAdamW(learning_rate=0.01),
 ]
-# Their formulas are in test_eight_bit.py and test_galore.py.
+# Their formulas are in test_eight_bit.py, test_bfloat16_moments.py and test_galore.py.
 OTHERS: list[Optimizer] = [
     AdamW8bit(learning_rate=0.01, block=16, smallest=16),
     PagedAdamW(learning_rate=0.01, bits=8),
+    AdamW(learning_rate=0.01, moments="bf16"),
+    AdamW(learning_rate=0.01, moments="8bit"),
     GaLore(learning_rate=0.1, rank=3, update_every=2),
 ]
 each = pytest.mark.parametrize("section", SECTIONS + OTHERS, ids=lambda section: section.kind)
@@ -208,11 +210,13 @@ def test_state_is_named_flat_and_of_the_predicted_types_and_sizes(section: Optim
     optimizer = build(parameters.items(), section)
     predicted = optimizer.state_bytes()
     assert optimizer.state_tensors() == {}
-    assert optimizer.state_scalars() == {"kind": section.kind, "unstepped": sorted(SHAPES)}
+    moments = getattr(section, "moments", "float32")
+    kept = {} if moments == "float32" else {"moments": moments}
+    assert optimizer.state_scalars() == {"kind": section.kind, "unstepped": sorted(SHAPES), **kept}
     take_steps(parameters, optimizer, range(1, 2))
     state = optimizer.state_tensors()
-    in_8_bits = {name.partition(".")[0] for name, tensor in state.items() if tensor.dtype != torch.float32}
-    assert in_8_bits == ({"exp_avg", "exp_avg_sq"} if section == OTHERS[0] else set())
+    narrow = {name.partition(".")[0] for name, tensor in state.items() if tensor.dtype != torch.float32}
+    assert narrow == ({"exp_avg", "exp_avg_sq"} if section == OTHERS[0] or moments == "bf16" else set())
     tensors = optimizer.empty_state(optimizer.state_scalars())
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
@@ -340,3 +344,12 @@ def test_nothing_to_train_and_low_precision_parameters_are_refused() -> None:
         build(frozen.items(), AdamW())
     with pytest.raises(ModelError, match=r"parameter w is torch\.bfloat16, but trained parameters are float32"):
         build([("w", Parameter(torch.zeros(2, dtype=torch.bfloat16)))], AdamW())
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("float32", "bf16"), ("bf16", "float32"), ("bf16", "8bit")])
+def test_moments_that_are_kept_in_another_way_are_refused_by_name(saved: Any, asked: Any) -> None:
+    _, optimizer = trained(AdamW(moments=saved), 1)
+    other = build(model().items(), AdamW(moments=asked))
+    with pytest.raises(CheckpointError, match=rf"optimizer\.moments: the checkpoint holds {saved}, .* for {asked}"):
+        other.empty_state(optimizer.state_scalars())
+    build(model().items(), AdamW(moments=saved)).empty_state(optimizer.state_scalars())

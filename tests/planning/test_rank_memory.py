@@ -32,6 +32,7 @@ UNTIED = {**CONFIG, "vocab_size": 401, "tie_word_embeddings": False, "num_hidden
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (8, {"parallel": {"shard": "zero3"}, "model": {"config": UNTIED}}),
     "zero1, 8-bit": (4, {"parallel": {"shard": "zero1"}, "optimizer": {"kind": "adamw8bit", "smallest": 256}}),
+    "zero3, bf16": (4, {"parallel": {"shard": "zero3"}, "optimizer": {"kind": "adamw", "moments": "bf16"}}),
     "zero2, average": (4, {"parallel": {"shard": "zero2"}, "ema": 0.9, "optimizer": "lion"}),
     "tensor": (4, {"parallel": {"tensor": 4}, "model": {"config": UNTIED}, "optimizer": "sgd"}),
     "copies of shards": (8, {"parallel": {**SHARED, "replicate": 2}, "precision": "fp32"}),

@@ -1,7 +1,7 @@
 """AdamW by torch's fused kernel, without the imports of `torch.optim.AdamW`, and how its moments are kept between
 steps.
 
-Here they are kept as they are; `eight_bit.py` keeps them as 8-bit codes.
+Here they are kept as they are; `bfloat16_moments.py` rounds them, and `eight_bit.py` keeps them as 8-bit codes.
 """
 
 from __future__ import annotations
@@ -229,5 +229,6 @@ class AdamW:
 def _untouched_zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros that take no memory until they are written: numpy asks the system for them, torch would write each."""
     assert device.type == "cpu", "only the CPU's memory is given out untouched"
-    dtype = {torch.float32: np.float32, torch.uint8: np.uint8}[spec.dtype]
-    return torch.from_numpy(np.zeros(tuple(spec.shape), dtype=dtype))
+    # By the size of an element alone: numpy has no bfloat16.
+    dtype = {4: np.int32, 2: np.int16, 1: np.uint8}[spec.dtype.itemsize]
+    return torch.from_numpy(np.zeros(tuple(spec.shape), dtype=dtype)).view(spec.dtype)

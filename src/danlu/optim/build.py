@@ -15,7 +15,14 @@ from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.optim.adamw import AdamW, Float32Moments, Moments, StatePages, TensorSpecs, specs_of
 from danlu.optim.gradients import HasGradient, densify_gradient, has_sparse_gradient
 from danlu.optim.groups import parameter_groups, trainable
-from danlu.optim.state_shapes import OptimizerBytes, eight_bits, is_hidden, optimizer_bytes, parameter_state
+from danlu.optim.state_shapes import (
+    OptimizerBytes,
+    eight_bits,
+    has_bfloat16_moments,
+    is_hidden,
+    optimizer_bytes,
+    parameter_state,
+)
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 
 NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
+_FLOAT32 = "float32"
 PagedState = Callable[[Mapping[Parameter, TensorSpecs], str | None], StatePages]
 """A function from (tensors kept for each parameter, folder of the file) to the pages that keep them."""
 
@@ -68,8 +76,8 @@ class Optimizers:
     """One or more optimizers over disjoint, named parameters, used as one.
 
     State is known by `<state>.<parameter name>` ("exp_avg.model.norm.weight"), so it can be written to safetensors and
-    read back into a model that lists its parameters in another order. State tensors are float32, and uint8 where
-    moments are kept in 8 bits; step counters are tensors of shape [].
+    read back into a model that lists its parameters in another order. State tensors are float32, or bfloat16 or uint8
+    where moments are kept so; step counters are tensors of shape [].
     """
 
     def __init__(
@@ -171,9 +179,12 @@ class Optimizers:
         }
 
     def state_scalars(self) -> dict[str, Any]:
-        """The JSON part of the state: the kind, and the parameters that have had no gradient yet."""
+        """The JSON part of the state: the kind, how it keeps moments where that can be chosen, and the parameters that
+        have had no gradient yet."""
         unstepped = [name for name, p in self.parameters.items() if not self._optimizer_of[p].state.get(p)]
-        return {"kind": self.kind, "unstepped": unstepped}
+        scalars: dict[str, Any] = {"kind": self.kind, "unstepped": unstepped}
+        # Not of float32, which a checkpoint means that was written before there was a choice.
+        return scalars if self._moments_kind == _FLOAT32 else {**scalars, "moments": self._moments_kind}
 
     def empty_state(self, scalars: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a saved state into, for `load_state`; of a paged state they are the pages themselves.
@@ -221,6 +232,10 @@ class Optimizers:
         return self._bytes.gradients
 
     @property
+    def _moments_kind(self) -> str:
+        return self.section.moments if isinstance(self.section, sections.AdamW) else _FLOAT32
+
+    @property
     def _bytes(self) -> OptimizerBytes:
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         return optimizer_bytes(self.section, shapes, paged=self.paged)
@@ -231,12 +246,17 @@ class Optimizers:
     def _expected_state(self, scalars: Mapping[str, Any]) -> TensorSpecs:
         """Shape and type of every tensor of the state that `state_scalars` belong to, by its name.
 
-        Raises CheckpointError for another kind of optimizer.
+        Raises CheckpointError for another kind of optimizer, and for moments that are kept in another way.
         """
         if scalars.get("kind") != self.kind:
             raise CheckpointError(
                 f"the checkpoint holds the state of optimizer {scalars.get('kind')!r}, the recipe asks for "
                 f"{self.kind!r}. Resume with the recipe of the run, or start a new run from its weights."
+            )
+        if (moments := scalars.get("moments", _FLOAT32)) != self._moments_kind:
+            raise CheckpointError(
+                f"optimizer.moments: the checkpoint holds {moments}, the recipe asks for {self._moments_kind}. "
+                f"Resume with moments: {moments}, or start a new run from its weights."
             )
         unstepped = set(scalars.get("unstepped", ()))
         return {
@@ -330,6 +350,10 @@ def _projects(optimizer: AnyOptimizer) -> TypeIs[GaLore]:
 
 def _moments(section: sections.Optimizer) -> Moments:
     """The moments of a section's AdamW, or of its AdamW part."""
+    if has_bfloat16_moments(section):
+        from danlu.optim.bfloat16_moments import Bfloat16Moments
+
+        return Bfloat16Moments()
     bits = eight_bits(section)
     if bits is None:
         return Float32Moments()

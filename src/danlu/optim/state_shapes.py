@@ -19,18 +19,19 @@ StateShapes = dict[str, "StateTensor"]
 BLOCK, SMALLEST = 256, 4096
 """Defaults of 8-bit moments: elements that share a scale, and the elements from which on a parameter has them."""
 FLOAT32_BYTES = 4
+_TYPE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": 2, "uint8": 1}
 
 
 class StateTensor(NamedTuple):
     """Shape and type of a tensor that an optimizer keeps."""
 
     shape: Shape
-    type: Literal["float32", "uint8"] = "float32"
+    type: Literal["float32", "bfloat16", "uint8"] = "float32"
 
     @property
     def bytes(self) -> int:
         """Bytes of such a tensor."""
-        return math.prod(self.shape) * (FLOAT32_BYTES if self.type == "float32" else 1)
+        return math.prod(self.shape) * _TYPE_BYTES[self.type]
 
 
 class OptimizerBytes(NamedTuple):
@@ -47,6 +48,12 @@ class OptimizerBytes(NamedTuple):
 def float32_moments(shape: Shape) -> StateShapes:
     """The moments of AdamW, and torch's step counter."""
     return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
+
+
+def bfloat16_moments(shape: Shape) -> StateShapes:
+    """The moments of AdamW in bfloat16, and torch's step counter."""
+    moment = StateTensor(shape, "bfloat16")
+    return {"step": StateTensor(()), "exp_avg": moment, "exp_avg_sq": moment}
 
 
 def eight_bit_moments(shape: Shape, block: int = BLOCK, smallest: int = SMALLEST) -> StateShapes:
@@ -72,19 +79,26 @@ class EightBits(NamedTuple):
 
 
 def eight_bits(section: sections.Optimizer) -> EightBits | None:
-    """How a section's AdamW, or its AdamW part, keeps its moments in 8 bits; None: it keeps them in float32."""
+    """How a section's AdamW, or its AdamW part, keeps its moments in 8 bits; None: it does not."""
     match section:
         case sections.AdamW8bit():
             return EightBits(section.block, section.smallest)
-        case sections.PagedAdamW(bits=8) | sections.GaLore(states="adamw8bit"):
+        case sections.AdamW(moments="8bit") | sections.PagedAdamW(bits=8) | sections.GaLore(states="adamw8bit"):
             return EightBits()
     return None
 
 
 def moments(section: sections.Optimizer, shape: Shape) -> StateShapes:
     """The moments that a section's AdamW, or its AdamW part, keeps of a parameter or projected gradient."""
+    if has_bfloat16_moments(section):
+        return bfloat16_moments(shape)
     bits = eight_bits(section)
     return float32_moments(shape) if bits is None else eight_bit_moments(shape, *bits)
+
+
+def has_bfloat16_moments(section: sections.Optimizer) -> bool:
+    """Whether a section's AdamW keeps its moments in bfloat16."""
+    return isinstance(section, sections.AdamW) and section.moments == "bf16"
 
 
 def low_rank_shape(shape: Shape, rank: int) -> Shape:

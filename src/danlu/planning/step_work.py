@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from danlu.objectives.loss_memory import slice_bytes
-from danlu.optim.state_shapes import eight_bits, is_hidden, low_rank_shape
+from danlu.optim.state_shapes import eight_bits, has_bfloat16_moments, is_hidden, low_rank_shape
 from danlu.planning.primitives import Moved, OperationWork, Primitive, Product, Updated
 from danlu.recipe import sections
 
@@ -19,6 +19,8 @@ _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 26}
 _CODES_BYTES = 180
 """Bytes of an element that decoding and encoding both 8-bit moments read and write (`optim.eight_bit`). An update takes
 seven times as long with them on a CPU, and eight times on an H200 (benchmarks/RESULTS.md)."""
+_BFLOAT16_BYTES = 24
+"""Bytes of an element that widening and rounding both bfloat16 moments read and write (`optim.bfloat16_moments`)."""
 _SVD_PRODUCTS = 20
 """Products of a matrix with itself that take as long as its singular vectors."""
 
@@ -160,6 +162,9 @@ def _parameter_update(
 def _moments(section: sections.Optimizer, shape: tuple[int, ...], device: str) -> Iterator[Primitive]:
     count, bits = math.prod(shape), eight_bits(section)
     yield Updated(count)
+    if has_bfloat16_moments(section):
+        at_once = min(count, _CHUNK[device])
+        yield Moved(8 * at_once, passes=_BFLOAT16_BYTES / 8 * count / at_once)
     if bits is not None and count >= bits.smallest:
         at_once = min(count, _CHUNK[device])
         yield Moved(8 * at_once, passes=_CODES_BYTES / 8 * count / at_once)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from danlu.core.shard_box import ShardBox
 from danlu.numerics.relative_error import relative_error, worst_error
+from danlu.optim.state_shapes import eight_bits
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
 from danlu.verification.proxy_recipe import EPS
@@ -125,7 +126,7 @@ def compare(traces: Traces, tolerance: float, *, flip_distance: float = 0.0) -> 
 def has_blockwise_state(optimizer: Optimizer) -> bool:
     """Whether an optimizer's state is quantized in blocks, which a checkpoint cannot cut into the shards of another
     layout."""
-    return optimizer.kind == "adamw8bit" or getattr(optimizer, "bits", 32) == 8
+    return eight_bits(optimizer) is not None
 
 
 def sign_flip_distance(optimizer: Optimizer) -> float:

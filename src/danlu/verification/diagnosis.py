@@ -18,6 +18,7 @@ from torch import Tensor
 from danlu.core.types import ROUTES, Item, Pack
 from danlu.numerics.relative_error import relative_error
 from danlu.objectives.preference import sees_whole_step
+from danlu.optim.state_shapes import eight_bits
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import AXES, Layout
@@ -412,7 +413,7 @@ def _of_weights(first: ComparedTensor, case: Case) -> str:
             "and its weight decay go on"
         )
     kind = case.recipe.optimizer.kind
-    if kind in ("muon", "adafactor", "galore", "adamw8bit", "paged-adamw"):
+    if kind in ("muon", "adafactor", "galore", "paged-adamw") or eight_bits(case.recipe.optimizer) is not None:
         return (
             f"the gradients are right and the update is not: {kind} looks at whole matrices or blocks of numbers, and "
             "a process has parts of them"

@@ -136,6 +136,9 @@ def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, li
     """
     given = getattr(section, "eps", None)
     match section:
+        case sections.AdamW(moments="8bit"):
+            shared = section.model_dump(exclude={"kind", "moments"})
+            section = sections.AdamW8bit(**shared, block=32, smallest=256)
         case sections.AdamW8bit():
             section = section.model_copy(update={"block": 32, "smallest": min(section.smallest, 256)})
         case sections.GaLore():

@@ -31,7 +31,7 @@ from danlu.recipe.rules import (
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
 from danlu.recipe.rules.unread_keys import unread_keys
-from danlu.recipe.sections import AdamW8bit, Recipe
+from danlu.recipe.sections import AdamW, AdamW8bit, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 __all__ = ["is_local", "language_stage", "missing_files", "notes", "problems"]
@@ -119,10 +119,12 @@ def notes(recipe: Recipe) -> list[str]:
     if shared := evaluated & trained:
         names = ", ".join(sorted(file for file, *_ in shared))
         remarks.append(f"data.eval: {names} is also trained on, so the evaluation loss says little")
-    if isinstance(recipe.optimizer, AdamW8bit) and recipe.device != "cuda":
+    optimizer = recipe.optimizer
+    is_8bit = isinstance(optimizer, AdamW8bit) or (isinstance(optimizer, AdamW) and optimizer.moments == "8bit")
+    if is_8bit and recipe.device != "cuda":
         remarks.append(
-            "optimizer: adamw8bit keeps 2 bytes of state a parameter instead of 8, and on a CPU its update takes about "
-            "eight times as long (63M parameters: 0.42 s instead of 0.06): take it for memory"
+            "optimizer: 8-bit AdamW keeps 2 bytes of state a parameter instead of 8, and on a CPU its update takes "
+            "about eight times as long (63M parameters: 0.42 s instead of 0.06): take it for memory"
         )
     value_adapter = None if recipe.value is None else recipe.value.adapter
     for key, adapter in (("adapter", recipe.adapter), ("value.adapter", value_adapter)):

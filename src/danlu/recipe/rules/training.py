@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from danlu.recipe.sections import SGD, GaLore, Recipe, Schedule, Section, value_at
+from danlu.recipe.sections import SGD, AdamW, GaLore, Recipe, Schedule, Section, value_at
 from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
 """Packed sequences of a step: each is a Python object."""
 UNITS = {"preference": ("rows", "rows"), "reward": ("rows", "rows"), "rl": ("prompts", "prompts")}
 """The key that counts a step and the name of its unit, by stage, where they are not packed sequences."""
+MOST_BFLOAT16_BETA = 0.996
+"""The largest beta of moments in bfloat16: 1 - 2^-8, rounded down. Half a step is up to 2^-8 of a number."""
 MAX_TRIED = 10_000
 """How many numbers near a `batch.micro` that does not divide the step are tried, to suggest one that does."""
 
@@ -130,6 +132,13 @@ def optimizer_is_consistent(optimizer: Section, adapter: Section | None) -> Iter
     """The optimizer's own keys go together, and with an adapter."""
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
         yield Problem("optimizer.nesterov", "Nesterov's step needs momentum above 0", reads=("optimizer.momentum",))
+    if isinstance(optimizer, AdamW) and optimizer.moments == "bf16" and max(optimizer.betas) > MOST_BFLOAT16_BETA:
+        message = (
+            f"{max(optimizer.betas):g}, but a moment in bf16 has steps of 1/256 of itself: it is rounded back to what "
+            f"it was where a step takes less than half of one away, and never shrinks. Give {MOST_BFLOAT16_BETA} or "
+            "less, or moments: float32"
+        )
+        yield Problem("optimizer.betas", message, reads=("optimizer.moments",))
     if isinstance(optimizer, GaLore) and adapter is not None:
         message = "galore projects gradients of whole matrices, and an adapter's are small. Use adamw, or no adapter"
         yield Problem("optimizer.kind", message, reads=("adapter",))

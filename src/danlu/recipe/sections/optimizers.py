@@ -28,6 +28,10 @@ class AdamW(_Moments):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
+    moments: Literal["float32", "bf16", "8bit"] = "float32"
+    """How both moments are kept between steps; updates are computed in float32. bf16 takes half the memory, rounded to
+    nearest (arXiv:2412.19437, section 3.3.3), and needs betas of at most 0.996; 8bit is `adamw8bit` with its
+    defaults."""
     decay: Decay = "matrices"
     """matrices leaves norms, biases and embeddings without weight decay."""
 
