@@ -979,6 +979,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fp8 blocks",
     ),
     Mutation(
+        "numerics/weight_layouts.py",
+        '"qzeros": pack_gptq_zeros(zeros, bits, minus_one=weight.zeros is None),',
+        '"qzeros": pack_gptq_zeros(zeros, bits, minus_one=False),',
+        "numerics/test_weight_layouts.py",
+        "gptq",
+    ),
+    Mutation(
         "numerics/packing.py",
         "return pack_int32((zeros - int(minus_one)) & (2**bits - 1), bits)",
         "return pack_int32(zeros & (2**bits - 1), bits)",
