@@ -46,6 +46,8 @@ def test_a_row_is_one_run_of_bits(bits: int, count: int) -> None:
     whole[:, : packed.shape[1]] = packed
     assert np.array_equal(words.numpy(), whole.view("<i4")) and words.shape[1] == -(-count * bits // 32)
     assert torch.equal(unpack_int32(words, bits, count), codes)
+    one_row = codes[:1].t().contiguous().t()  # contiguous, with a stride of 1 between rows
+    assert torch.equal(pack_int32(one_row, bits), words[:1])
 
 
 def test_awq_has_even_outputs_first() -> None:
