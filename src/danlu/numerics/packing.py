@@ -60,7 +60,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def to_int32(packed: Tensor) -> Tensor:
     """Bytes [.., n] -> little-endian int32 [.., ceil(n / 4)], with zeros at the end."""
-    # A copy, since a single row counts as contiguous with any stride between rows, and `view` does not take all of them.
+    # A copy: a single row counts as contiguous with any stride between rows, and `view` does not take all of them.
     padded = F.pad(packed, (0, -packed.shape[-1] % 4))
     return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
