@@ -15,7 +15,7 @@ from danlu.models.hf_config import read_config_values
 from danlu.planning.choice import Choice, Space
 from danlu.planning.cluster import Cluster
 from danlu.planning.plan_cache import PlanCache
-from danlu.planning.search import Candidate, evaluate, search
+from danlu.planning.search import Candidate, evaluate, planner_of, search
 from danlu.planning.search_bounds import Bounds
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
@@ -74,6 +74,11 @@ def test_the_search_finds_what_planning_every_choice_finds(
         assert bounds.quick(choice) <= bounds.waiting(choice) <= bounds.close(choice) * (1 + 1e-9)
         assert whole <= seconds * (1 + 1e-9), choice
         assert bounds.bytes(choice) <= candidate.bytes, choice
+        planner = planner_of(workload, choice, target, cache)
+        assert planner is not None and planner.least_seconds <= seconds * (1 + 1e-9)
+        assert planner.may_fit(candidate.bytes), choice
+        # Control: without messages, of which tiny models have many bytes, it is not far below.
+        assert not planner.may_fit(candidate.bytes // 2), choice
     # Control: bounds that are too high lose the fastest layout.
     fastest = expected[0].choice
     monkeypatch.setattr(Bounds, "of_data_ranks", lambda own, choice: 9e9 * (choice == fastest))

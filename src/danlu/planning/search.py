@@ -2,7 +2,8 @@
 
 The space is a tree: a cut of the model, a size of micro-batches, a kind of recomputation, a schedule, a way to shard.
 Branches wait by the least seconds that a step in them takes (`search_bounds`), the least first; one that comes up is
-divided, or bounded more closely, and one choice alone is planned. What is left when the best plans are below all bounds
+divided, or bounded more closely. One choice alone is bounded by its own chunks, then waits by the seconds of its plan,
+and its memory is computed when no other bound is below them. What is left when the best plans are below all bounds
 cannot be among them, so the result is that of planning all (branch and bound). Choices that do not fit into the memory
 of the devices are left out.
 """
@@ -44,6 +45,8 @@ class _Level(IntEnum):
     SCHEDULE = 2
     BOUNDED = 3
     SHARING = 4
+    MAY_FIT = 5
+    TIMED = 6
 
 
 def search(workload: Workload, space: Space, target: Target, top: int = 10) -> list[Candidate]:
@@ -68,6 +71,8 @@ class _Search:
         self.cache = PlanCache(workload, target)
         self.bounds = Bounds(workload, target, self.cache)
         self.best: list[Candidate] = []
+        self._planners: dict[Choice, StepPlanner] = {}
+        """Those of single choices that wait."""
 
     def run(self) -> list[Candidate]:
         """Returns the best choices."""
@@ -82,8 +87,8 @@ class _Search:
             least, level, choice = heapq.heappop(waiting)
             if self._is_too_slow(least):
                 break
-            if level == _Level.SHARING:
-                self._judge(choice)
+            if level == _Level.TIMED:
+                self._judge(choice, self._planners.pop(choice))
                 continue
             for bound, deeper, branch in self._branches(least, level, choice):
                 heapq.heappush(waiting, (max(least, bound), deeper, branch))
@@ -109,6 +114,13 @@ class _Search:
                         # Layers of a model that is not sharded compute more.
                         computed = least if branch.shard != "none" else max(least, bounds.close(branch))
                         yield computed + bounds.of_data_ranks(branch), _Level.SHARING, branch
+            case _Level.SHARING:
+                planner = planner_of(self.workload, choice, self.target, self.cache)
+                if planner is not None and planner.may_fit(self.target.cluster.card.memory_bytes):
+                    self._planners[choice] = planner
+                    yield planner.least_seconds, _Level.MAY_FIT, choice
+            case _Level.MAY_FIT:
+                yield self._planners[choice].seconds, _Level.TIMED, choice
 
     def _may_fit(self, choice: Choice) -> bool:
         """Whether it might fit, were its states sharded among as many ranks as there are."""
@@ -121,17 +133,9 @@ class _Search:
     def _is_too_slow(self, seconds: float) -> bool:
         return len(self.best) == self.top and seconds > self.best[-1].seconds
 
-    def _judge(self, choice: Choice) -> None:
-        """Plans a choice, as far as it may be among the best."""
-        planner, most = (
-            planner_of(self.workload, choice, self.target, self.cache),
-            self.target.cluster.card.memory_bytes,
-        )
-        if planner is None or not planner.may_fit(most):
-            return
-        if self._is_too_slow(planner.least_seconds) or self._is_too_slow(planner.seconds):
-            return
-        if planner.fits(most):
+    def _judge(self, choice: Choice, planner: StepPlanner) -> None:
+        """Puts a choice among the best where it fits."""
+        if planner.fits(self.target.cluster.card.memory_bytes):
             self.best = sorted([*self.best, _candidate(choice, planner)])[: self.top]
 
 

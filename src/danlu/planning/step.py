@@ -17,7 +17,7 @@ from danlu.core.types import MemoryParts
 from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
-from danlu.parallel.schedules.schedule import first_order
+from danlu.parallel.schedules.schedule import order_of_rank
 from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.chunk_costs import LayerTimes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
@@ -186,20 +186,27 @@ class StepPlanner:
         return device_memory(self.workload, self._stages[0].states, self.target, self._largest, self._fewest)
 
     def may_fit(self, most_bytes: int) -> bool:
-        """Whether the first stage might take no more than so many bytes, were there no messages: in less time."""
-        section = self.workload.recipe.parallel.pipeline
-        if section.stages == 1:
+        """Whether the first and the last stage might take no more than so many bytes, were there no messages: in less
+        time."""
+        stages = self.layout.pipeline
+        if stages == 1:
             return self.fits(most_bytes)
-        stage, per_stage = self._cache.stage_of(self.workload, self.layout, 0), num_chunks(section) // section.stages
-        own = dict(
-            zip(stage.chunks.local, self._cache.costs_of(self.workload, self.layout, stage, self._largest), strict=True)
-        )
-        own = {chunk: replace(cost, frozen_message=0) for chunk, cost in own.items()}
-        others = ChunkCost(message=own[0].message)
-        costs = [own.get(chunk, others) for chunk in range(num_chunks(section))]
-        order = first_order(section.schedule, section.stages, per_stage, self._fewest)
-        moments = rank_bytes(order, [costs] * self._fewest, self._rank_cost(stage.states))
-        return _memory(stage.states, max(moments, key=sum)).allocated <= most_bytes
+        return all(self._without_messages(stage).allocated <= most_bytes for stage in (0, stages - 1))
+
+    def _without_messages(self, stage: int) -> RankMemory:
+        """The memory of a stage's process at the peak of a step, at the least."""
+        section, states = self.workload.recipe.parallel.pipeline, self._cache.stage_of(self.workload, self.layout, stage)
+        per_stage = num_chunks(section) // section.stages
+        costs = self._cache.costs_of(self.workload, self.layout, states, self._largest)
+        local = self.workload.chunks(stage).local
+        own = {
+            chunk: replace(cost, frozen_message=0, message=cost.message if chunk + 1 in local else 0)
+            for chunk, cost in zip(local, costs, strict=True)
+        }
+        every = [own.get(chunk, ChunkCost()) for chunk in range(num_chunks(section))]
+        order = order_of_rank(section.schedule, section.stages, per_stage, self._fewest, stage)
+        moments = rank_bytes(order, [every] * self._fewest, self._rank_cost(states.states))
+        return _memory(states.states, max(moments, key=sum))
 
     def fits(self, most_bytes: int) -> bool:
         """Whether no stage takes more than so many bytes."""

@@ -66,9 +66,9 @@ def compute_orders(kind: str, stages: int, chunks: int, micro_batches: int) -> l
 
 
 @lru_cache(maxsize=256)
-def first_order(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """Returns the computations of the first rank's list, where there is such a schedule."""
-    return tuple(_order_of_rank(kind, stages, chunks, micro_batches, 0))
+def order_of_rank(kind: str, stages: int, chunks: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
+    """Returns the computations of one rank's list, where there is such a schedule."""
+    return tuple(_order_of_rank(kind, stages, chunks, micro_batches, rank))
 
 
 def _order_of_rank(kind: str, stages: int, chunks: int, micro_batches: int, rank: int) -> list[Action]:
