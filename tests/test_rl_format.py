@@ -24,21 +24,21 @@ FORM = {"regex": "<[ae]{1,3}>"}
 def test_answers_have_the_form_and_the_trainer_their_probabilities(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ratios(name: str) -> list[tuple[float, float]]:
+    def ratios(name: str, steps: int) -> list[tuple[float, float]]:
         rollout = {"samples": 4, "max_new_tokens": 12, "format": FORM}
-        exact = {"numerics": "exact", "rollout": rollout, "steps": 4, "evaluation": {"every": 2}}
+        exact = {"numerics": "exact", "rollout": rollout, "steps": steps, "evaluation": {"every": 2}}
         exact["batch"] = {"prompts": 4, "micro": 1, "updates": 2}  # whose first is compared with the rollout
         assert danlu("train", recipe_file(tiny_world, tmp_path / name, **exact)) == 0
         return [(row["ratio"], row.get("gap", 0.0)) for row in metrics(tmp_path / name) if "ratio" in row]
 
-    of_run = ratios("run")
+    of_run = ratios("run", steps=4)
     assert [of_run[0], of_run[2]] == [(1.0, 0.0)] * 2
     lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
     texts = [answer["text"] for line in lines for answer in json.loads(line)["answers"]]
     assert len(texts) == 32 and all(re.fullmatch(FORM["regex"], text) for text in texts)
     assert len(set(texts)) > 2, "they are drawn"
     monkeypatch.setattr("danlu.rl.experience.with_supports", lambda items, completions: list(items))
-    whole = ratios("whole")
+    whole = ratios("whole", steps=2)
     assert whole[0][0] < 0.9, "over the whole vocabulary they are others"
 
 

@@ -45,14 +45,18 @@ KINDS = {
 def build(
     kind: str = "llama",
     *,
+    layers: int = 3,
     vocab_size: int = 61,
     context: int = 512,
     seed: int = 0,
     rope_scaling: RopeScaling | None = None,
 ) -> Decoder:
-    """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
+    """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies.
+
+    layers: another number, of the kinds that have all layers alike.
+    """
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": context, "rope_scaling": rope_scaling}
-    config = small_config(layers=3, **sizes, **KINDS[kind])
+    config = small_config(layers=layers, **sizes, **KINDS[kind])
     decoder = Decoder(config if kind != "experts" else config.with_layers(lambda layer: replace(layer, feed=QWEN2_MOE)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders.answer_forms import FORMS, has_form
 from builders.chat_tokenizers import tokenizer_and_oracle
 from builders.engine_models import build
 
@@ -17,36 +17,14 @@ from danlu.core.errors import DataError, ResourceError
 from danlu.inference import grammar
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
-from danlu.inference.grammar import Grammars, after_thought, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from danlu.inference.grammar import Grammars, after_thought, choice_grammar, json_grammar
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.support import support_matrix
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.token_logprobs import logprobs_of_logits
 
-pytest.importorskip("llguidance")
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["fox", "hen"]}, "age": {"type": "integer", "minimum": 0, "maximum": 20}},
-    "required": ["kind", "age"],
-    "additionalProperties": False,
-}
-FORMS = {
-    "json": json_grammar(SCHEMA),
-    "regex": regex_grammar("(ab|cd){3}/[0-9]"),
-    "choice": choice_grammar(["yes", 'n"o\n']),
-    "rules": lark_grammar('start: "<" /[a-z]/ ">"'),
-}
 END = 2
-
-
-def follows(name: str, text: str) -> bool:
-    if name == "json":
-        value = json.loads(text)
-        return set(value) == {"kind", "age"} and value["kind"] in ("fox", "hen") and 0 <= value["age"] <= 20
-    patterns = {"regex": "(ab|cd){3}/[0-9]", "choice": 'yes|n"o\n', "rules": "<[a-z]>"}
-    return re.fullmatch(patterns[name], text) is not None
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +58,7 @@ def test_answers_follow_their_grammar(decoder: Decoder, tokenizer: Any, values: 
     answers = engine(decoder, tokenizer).generate([*asked, free])
     names = [name for name in FORMS for _ in range(samples)]
     for name, answer in zip(names, answers, strict=False):
-        assert answer.finish == "stop" and follows(name, answer.text), (name, answer.text)
+        assert answer.finish == "stop" and has_form(name, answer.text), (name, answer.text)
         assert answer.support is not None and all(
             token in support for token, support in zip(answer.tokens, answer.support, strict=True)
         )
