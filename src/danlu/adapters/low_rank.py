@@ -115,11 +115,27 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[tuple[Tensor, _Direct
         with linear.weight_in_workspace(x.dtype) as weight:
             direction = None if factors.magnitude is None else _direction(factors, weight)
             effective = weight if direction is None else linear.scaled_rows(weight, direction.gain)
-            y = F.linear(x, effective, bias)
+            y = _base_product(x, effective, bias, linear)
         # In place: y is this operation's own output, and no [T, O] temporary is made.
         y.addmm_(own_u, _scaled(factors.b * factors.scale, direction).to(x.dtype).t())
         results.append((y, direction))
     return u, results
+
+
+def _base_product(x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearLayer) -> Tensor:
+    """x [T, I] times a layer's weight [O, I] -> [T, O], a new tensor."""
+    if linear.own_arithmetic is None:
+        return F.linear(x, weight, bias)
+    (y,), _ = linear.own_arithmetic.forward(x, (weight,))
+    return y if bias is None else y.add_(bias)
+
+
+def _add_base_gradient(grad_x: Tensor | None, grad: Tensor, weight: Tensor, linear: LinearLayer) -> Tensor:
+    """The gradient of x through a layer's weight [O, I], added to that through other layers."""
+    if linear.own_arithmetic is None:
+        return grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
+    own = linear.own_arithmetic.input_gradient(grad, weight)
+    return own if grad_x is None else grad_x.add_(own)
 
 
 def _scaled(rows: Tensor, direction: _Direction | None) -> Tensor:
@@ -227,7 +243,7 @@ class _LowRankLinears(torch.autograd.Function):
                     if wants_x:
                         # `scaled_rows` may overwrite the weight in the workspace, so it comes after its last other use.
                         effective = weight if direction is None else branch.linear.scaled_rows(weight, direction.gain)
-                        grad_x = grad @ effective if grad_x is None else grad_x.addmm_(grad, effective)
+                        grad_x = _add_base_gradient(grad_x, grad, effective, branch.linear)
             if factors is not None:
                 # The gradient of A x of this branch; those of A and x follow below, for all branches at once.
                 grad_u[:, columns] = grad @ _scaled(b * factors.scale, direction).to(grad.dtype)

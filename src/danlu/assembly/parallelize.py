@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from danlu.assembly.arithmetic import set_arithmetic
 from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
 from danlu.assembly.recipe_adapters import model_folder
@@ -116,7 +117,7 @@ def subject_of(
             recipe.model,
             recipe.adapter,
             recipe.quantization,
-            dtype=DTYPES[recipe.precision],
+            dtype=DTYPES[recipe.activations],
             device=device,
             seed=recipe.seed,
             encode=encode,
@@ -176,7 +177,9 @@ class LayerPlacer:
                 model,
                 ranks,
                 section,
-                gathered=None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision],
+                gathered=None
+                if adapters is not None or recipe.activations == "fp32" or recipe.fp8
+                else DTYPES[recipe.activations],
                 whole=self.whole,
                 expert_names=expert_names(model),
                 offload=shards_on_host(recipe.memory, device),
@@ -240,6 +243,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     model, adapters, section = subject.model, subject.adapters, recipe.parallel
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
+    set_arithmetic(model, recipe.fp8)
     if subject.placer is None:
         for name in model.layers:
             placer.cut_layer(name)

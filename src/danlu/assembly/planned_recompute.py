@@ -61,7 +61,7 @@ def fastest_plan(
         batch.tokens,
         batch.positions,
         attend,
-        DTYPES[recipe.precision],
+        DTYPES[recipe.activations],
         recomputing=recomputing,
         gathered=shares > 1,
     )

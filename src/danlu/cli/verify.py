@@ -55,7 +55,7 @@ def verify(
     loaded = recipes.load(recipe, overrides or [])
     if precision not in ("fp32", "recipe"):
         raise RecipeError(
-            f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
+            f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision_name})"
         )
     print_status_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is refused in a fraction of the second that torch takes to import.

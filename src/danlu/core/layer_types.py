@@ -143,6 +143,42 @@ class StackedQuantizedWeight(Protocol):
     def shard(self, rows: slice, columns: slice) -> StackedQuantizedWeight: ...  # some rows and columns of each
 
 
+class LinearArithmetic(Protocol):
+    """How the matrix products of linear layers are computed, forward and backward, where that is not in the type of
+    activations; the slot `arithmetic` of a linear layer and of the stacked ones of experts.
+
+    Tensors that the backward pass needs of an input are handed over as a tuple, so that recomputation, offload and the
+    queue of weight gradients see each of them.
+    """
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...  # [T, I], [O, I] each -> [T, O] of each, in x's dtype; kept
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor: ...  # [T, O], [O, I] -> [T, I] in grad's dtype
+
+    def weight_gradient(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor: ...  # [T, O] -> [O, I] float32
+
+    def grouped_forward(
+        self, x: Tensor, weights: Sequence[Tensor], counts: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...  # [N, I], [G, O, I] each, [G] -> [N, O] of each; kept
+
+    def grouped_input_gradient(
+        self, grad: Tensor, weight: Tensor, counts: Tensor
+    ) -> Tensor: ...  # [N, O], [G, O, I], [G] -> [N, I]
+
+    def grouped_weight_gradient(
+        self, grad: Tensor, kept: Sequence[Tensor], counts: Tensor
+    ) -> Tensor: ...  # [N, O], [G] -> [G, O, I] float32
+
+    @property
+    def keeps_codes(self) -> bool: ...  # whether inputs are kept in few bits
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]: ...  # what the backward pass is left of a tensor [T, I]
+
+    def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...  # the numbers that were kept of it
+
+
 class Recomputed(NamedTuple):
     """How the input of a linear layer is computed again in the backward pass, which then need not save it."""
 
@@ -164,6 +200,9 @@ class LinearLayer(Protocol):
 
     @property
     def adapter(self) -> LinearAdapter | None: ...
+
+    @property
+    def own_arithmetic(self) -> LinearArithmetic | None: ...  # of its products; None: that of activations
 
     @property
     def stored_weight(self) -> Tensor: ...  # [O, I]: the weight itself, of a layer that is not quantized

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from danlu.core.layer_types import ExpertExchange
 from danlu.models import layer_spec, ops
 from danlu.models.config import ModelConfig
-from danlu.models.modules import MLP, GroupedLinear, Linear, RecomputePoints, RMSNorm
+from danlu.models.modules import (
+    MLP,
+    GroupedLinear,
+    Linear,
+    RecomputePoints,
+    RMSNorm,
+    gated_linear,
+    grouped_forward_shared,
+)
 
 if TYPE_CHECKING:
     from danlu.models.sparse_mixer import Draws
@@ -231,7 +239,9 @@ class Experts(nn.Module):
 
     def products(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The experts that are here: rows [N, D] of theirs, counts [E here] -> [N, D]."""
-        gate, up = self.gate_proj(rows, counts), self.up_proj(rows, counts)  # [N, F]
+        gate, up = grouped_forward_shared(rows, counts, self.gate_proj, self.up_proj)  # [N, F]
+        if (kept := gated_linear(gate, up, self.activation, self.down_proj, counts)) is not None:
+            return kept
         out: Tensor = self.down_proj(self.gated_activation(gate, up), counts)
         return out
 

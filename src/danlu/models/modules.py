@@ -22,6 +22,7 @@ from danlu.core.layer_types import (
     GroupedAdapter,
     LayerCache,
     LinearAdapter,
+    LinearArithmetic,
     NormShard,
     QuantizedWeight,
     Recomputed,
@@ -29,7 +30,7 @@ from danlu.core.layer_types import (
 )
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Dense, NormKind
+from danlu.models.layer_spec import Activation, Dense, NormKind
 from danlu.models.packed_weights import ACTIVE
 from danlu.models.rope import Rotation
 from danlu.models.tensor_cut import TensorCut
@@ -76,12 +77,14 @@ class FeedForwardSublayer(Sublayer, Protocol):
 class _Weights(nn.Module):
     """The weight and bias of a linear layer, or of several layers in one tensor, uninitialised.
 
-    Two slots are filled from outside: `quantized` holds frozen weights in few bits, in place of `weight`; `adapter`
-    takes over the whole product. Cut over processes it is a smaller layer, and `shape` is that of the local part.
+    Three slots are filled from outside: `quantized` holds frozen weights in few bits, in place of `weight`; `adapter`
+    takes over the whole product; `arithmetic` says how products are computed where it is not in the type of
+    activations. Cut over processes it is a smaller layer, and `shape` is that of the local part.
     """
 
     quantized: Any
     adapter: Any
+    arithmetic: LinearArithmetic | None
     bias: Tensor | None
 
     def __init__(self, *stacked: int, in_features: int, out_features: int, bias: bool) -> None:
@@ -91,6 +94,7 @@ class _Weights(nn.Module):
         self.bias = nn.Parameter(torch.empty(*stacked, out_features)) if bias else None
         self.register_module("quantized", None)
         self.register_module("adapter", None)
+        self.arithmetic = None
         self.adds_bias = True
         """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
 
@@ -116,6 +120,11 @@ class _Weights(nn.Module):
             return self.weight.to(dtype)
         dense: Tensor = self._stored.dense(dtype)
         return dense
+
+    @property
+    def own_arithmetic(self) -> LinearArithmetic | None:
+        """The arithmetic of products now; None for that of the type of activations, as rollouts have it."""
+        return None if self.weight is None or ACTIVE.packed_weights is not None else self.arithmetic
 
     @property
     def _stored(self) -> Any:
@@ -152,6 +161,9 @@ class Linear(_Weights):
 
     def base(self, x: Tensor) -> Tensor:
         """The product without the adapter."""
+        if (arithmetic := self.own_arithmetic) is not None:
+            (y,) = _linears(x, (self,), arithmetic)
+            return y
         if self.weight is not None:
             return ops.linear(x, self.weight, self.added_bias)
         y, bias = self._stored.product(x), self.added_bias
@@ -169,11 +181,33 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     adapter = next((linear.adapter for linear in linears if linear.adapter is not None), None)
     if adapter is not None:
         return adapter.forward_shared(x, linears)
+    if any(linear.own_arithmetic is not None for linear in linears):
+        return _by_arithmetic(x, linears)
     packed = ACTIVE.packed_weights
     weights = [linear.weight for linear in linears if linear.weight is not None]
     if packed is not None and len(weights) == len(linears):
         return packed.products(x, weights, [linear.added_bias for linear in linears])
     return tuple(linear(x) for linear in linears)
+
+
+def _by_arithmetic(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """`forward_shared` of layers without adapters, of which some may have no arithmetic of their own."""
+    outputs: dict[Linear, Tensor] = {}
+    for arithmetic in dict.fromkeys(linear.own_arithmetic for linear in linears):
+        group = [linear for linear in linears if linear.own_arithmetic is arithmetic]
+        products = [linear(x) for linear in group] if arithmetic is None else _linears(x, group, arithmetic)
+        outputs.update(zip(group, products, strict=True))
+    return tuple(outputs[linear] for linear in linears)
+
+
+def _linears(
+    x: Tensor, linears: Sequence[_Weights], arithmetic: LinearArithmetic, counts: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The products of layers that share their input, without their adapters, by an arithmetic of their own."""
+    from danlu.models import linear_arithmetic
+
+    weights = [linear.stored_weight for linear in linears]
+    return linear_arithmetic.linears(x, weights, [linear.added_bias for linear in linears], arithmetic, counts)
 
 
 class GroupedLinear(_Weights):
@@ -190,6 +224,9 @@ class GroupedLinear(_Weights):
 
     def base(self, x: Tensor, counts: Tensor) -> Tensor:
         """The product without the adapter."""
+        if (arithmetic := self.own_arithmetic) is not None:
+            (y,) = _linears(x, (self,), arithmetic, counts)
+            return y
         if self.weight is not None:
             return ops.grouped_linear(x, self.weight, counts, self.added_bias)
         return ops.quantized_grouped_linear(x, self._stored, counts, self.added_bias)
@@ -205,6 +242,28 @@ class GroupedLinear(_Weights):
     def extra_repr(self) -> str:
         count = self._stored.count if self.weight is None else len(self.weight)
         return f"{count} of {self.shape[1]} -> {self.shape[0]}"
+
+
+def grouped_forward_shared(x: Tensor, counts: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
+    """Several stacked layers over the same rows x [N, in]; counts [groups], rows of each."""
+    arithmetic = linears[0].own_arithmetic
+    if arithmetic is None or any(linear.adapter is not None for linear in linears):
+        return tuple(linear(x, counts) for linear in linears)
+    return _linears(x, linears, arithmetic, counts)
+
+
+def gated_linear(
+    gate: Tensor, up: Tensor, activation: Activation, down: Linear | GroupedLinear, counts: Tensor | None = None
+) -> Tensor | None:
+    """The product of activation(gate) * up, [T, F] each, with a layer that keeps its inputs in few bits -> [T, out];
+    None for other layers. counts [groups]: of stacked layers, rows of each."""
+    arithmetic = down.own_arithmetic
+    if arithmetic is None or not arithmetic.keeps_codes or down.adapter is not None:
+        return None
+    from danlu.models import linear_arithmetic
+
+    weight, bias = down.stored_weight, down.added_bias
+    return linear_arithmetic.gated_linear(gate, up, activation, weight, bias, arithmetic, counts)
 
 
 class RMSNorm(nn.Module):
@@ -337,6 +396,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gates = () if self.gate_proj is None else (self.gate_proj,)
         products = forward_shared(x, *gates, self.up_proj)  # [T, F] each
+        if len(products) == 2 and (kept := gated_linear(*products, self.activation, self.down_proj)) is not None:
+            return kept
         activated = self.gated_activation(*products)
         out: Tensor = self.down_proj(activated, Recomputed(self.gated_activation, products))
         return out

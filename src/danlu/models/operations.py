@@ -16,8 +16,9 @@ Per = Literal["token", "row", "chunk", "layer"]
 """The number of times that a value is there: once for each token, for each row of a token's experts, for each chunk of
 a document that a recurrence goes through, or once in the layer.
 """
-Type = Literal["activation", "float32", "int64", "bool", "narrow"]
-"""`narrow` is a copy of a float32 parameter in the type of activations, where that is another one."""
+Type = Literal["activation", "float32", "int64", "bool", "narrow", "codes"]
+"""`codes` are numbers in 8 bits, with scales. `narrow` is a copy of a float32 parameter in the type of activations,
+where that is another one."""
 Kind = Literal["product", "grouped", "attention", "scan", "norm", "elementwise", "gather", "add"]
 
 

@@ -114,17 +114,17 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     """
     deferral = deferral_of(weight)
     y: Tensor = _GroupedLinear.apply(x, weight if deferral is None else deferral.anchor, counts, deferral)
-    return _with_bias_of_group(y, counts, bias)
+    return with_bias_of_group(y, counts, bias)
 
 
 def quantized_grouped_linear(
     x: Tensor, weight: StackedQuantizedWeight, counts: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """`grouped_linear` over frozen weights that are dequantized for the product, and again for the backward pass."""
-    return _with_bias_of_group(_QuantizedGroupedLinear.apply(x, weight, counts), counts, bias)
+    return with_bias_of_group(_QuantizedGroupedLinear.apply(x, weight, counts), counts, bias)
 
 
-def _with_bias_of_group(y: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
+def with_bias_of_group(y: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
     """y [N, O] plus, of bias [G, O], each row's own."""
     if bias is None:
         return y

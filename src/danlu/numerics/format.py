@@ -152,6 +152,12 @@ class Scaled:
             numbers = numbers - of_elements(self.zeros.float())
         return (numbers * of_elements(self.wide_scales())).to(dtype)
 
+    def transposed(self) -> Scaled:
+        """The transposed matrices [.., C, R], as views."""
+        form = replace(self.format, block=(self.format.block[1], self.format.block[0]))
+        zeros = None if self.zeros is None else self.zeros.transpose(-1, -2)
+        return Scaled(self.codes.transpose(-1, -2), self.scales.transpose(-1, -2), form, zeros, self.tensor_scale)
+
     def box(self, rows: slice, columns: slice) -> Scaled:
         """Some rows and columns by the same codes: nothing is encoded again. A block that they cut gets smaller.
 

@@ -98,7 +98,7 @@ def model_seconds(workload: Workload, micro: int, target: Target, times: LayerTi
 def _embeddings(workload: Workload, batch: BatchShape, share: RankShare, *, is_sparse: bool) -> Iterator[OperationWork]:
     """The embedding, and those of each layer. is_sparse: whether its gradient has the rows of tokens alone."""
     recipe, config = workload.recipe, workload.config
-    element_bytes, width = ELEMENT_BYTES[recipe.precision], config.hidden_size
+    element_bytes, width = ELEMENT_BYTES[recipe.activations], config.hidden_size
     is_trained, rows = recipe.adapter is None, -(-config.vocab_size // share.degree)
     yield embedding_work(batch.tokens, width, rows, element_bytes, trained=is_trained, sparse=is_sparse)
     if columns := config.per_layer_columns:
@@ -110,7 +110,7 @@ def _embeddings(workload: Workload, batch: BatchShape, share: RankShare, *, is_s
 def _head(workload: Workload, batch: BatchShape, share: RankShare, device_type: str) -> Iterator[OperationWork]:
     """The final norm, and the head with the loss."""
     recipe, config = workload.recipe, workload.config
-    element_bytes, width = ELEMENT_BYTES[recipe.precision], config.hidden_size
+    element_bytes, width = ELEMENT_BYTES[recipe.activations], config.hidden_size
     yield norm_work(-(-batch.tokens // share.degree) if share.sequence else batch.tokens, width, element_bytes)
     if config.task == "causal-lm":
         rows, is_frozen = -(-config.vocab_size // share.degree), recipe.adapter is not None
@@ -135,7 +135,7 @@ def chunk_bytes(
         total, whole_gradients = total + whole_gradients, 0
     cost = step.chunk_cost(_chunk_gradients(workload, own, tensors, total, target.device_type))
     share, tokens = rank_share(workload), step.tokens
-    stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.precision]
+    stream = tokens * workload.config.hidden_size * ELEMENT_BYTES[recipe.activations]
     cost = replace(
         cost,
         gathered=gathered,
@@ -160,7 +160,7 @@ def _frozen_message(workload: Workload, tokens: int) -> int:
         for role, model in frozen_roles(recipe).items()
         if isinstance(model, PolicyWithoutAdapter)
     }
-    return tokens * sum(widths.values()) * ELEMENT_BYTES[recipe.precision]
+    return tokens * sum(widths.values()) * ELEMENT_BYTES[recipe.activations]
 
 
 def _chunk_gradients(
@@ -170,7 +170,7 @@ def _chunk_gradients(
     config = workload.config
     sizes = {each.name: math.prod(each.gathered or each.cut) for each in tensors if each.whole.trained}
     is_sharded = workload.recipe.parallel.shard != "none"
-    element_bytes = ELEMENT_BYTES[workload.recipe.precision] if is_sharded else FLOAT32_BYTES
+    element_bytes = ELEMENT_BYTES[workload.recipe.activations] if is_sharded else FLOAT32_BYTES
     embedding = sizes.get("embed_tokens.weight", 0) if 0 in chunks.local and device_type != "cpu" else 0
     head = 0
     if chunks.has_last and config.task == "causal-lm":
@@ -190,7 +190,7 @@ def mean_batch(workload: Workload, micro: int, target: Target) -> BatchShape:
             (DocumentRun(length),) for length in mean_documents(workload.lengths, micro, recipe.data.max_length)
         )
     own = tuple(tuple(DocumentRun(*(-(-each // size) for each in run)) for run in document) for document in documents)
-    return BatchShape(own, ELEMENT_BYTES[recipe.precision], target.kernels, context=cut, targets=targets)
+    return BatchShape(own, ELEMENT_BYTES[recipe.activations], target.kernels, context=cut, targets=targets)
 
 
 def rank_share(workload: Workload) -> RankShare:

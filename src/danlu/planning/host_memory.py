@@ -35,7 +35,7 @@ def _loading(workload: Workload) -> int:
     if recipe.adapter is None:
         return BUFFER_BYTES
     sizes = (math.prod(each.shape) for each in workload.policy.tensors if not each.of_adapter)
-    return BUFFER_BYTES + max(sizes, default=0) * ELEMENT_BYTES[recipe.precision]
+    return BUFFER_BYTES + max(sizes, default=0) * ELEMENT_BYTES[recipe.activations]
 
 
 def _saving(workload: Workload, states: RankStates, layout: Layout, device_type: str) -> int:
@@ -58,5 +58,5 @@ def result_bytes(workload: Workload) -> int:
     recipe, tensors = workload.recipe, workload.policy.tensors
     if recipe.adapter is not None:
         return sum(each.elements * FLOAT32_BYTES for each in tensors if each.trained)
-    element_bytes = 2 if recipe.precision in ("bf16", "auto") else FLOAT32_BYTES
+    element_bytes = 2 if recipe.activations in ("bf16", "auto") else FLOAT32_BYTES
     return sum(each.elements * element_bytes for each in tensors)

@@ -55,6 +55,9 @@ class LayerTraining:
     where all weights are trained.
     """
 
+    fp8: str | None = None
+    """The recipe of products in 8 bits; None without them."""
+
     @property
     def trains_embeddings(self) -> bool:
         """Whether a gradient goes back through the layer's own embeddings."""
@@ -99,18 +102,35 @@ class LayerGraph:
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
         """The operations in the order of the forward pass, without borders where nothing is gathered or scattered."""
-        return tuple(_without_borders(layer_operations(self.spec, self.width), self.share))
+        return self._listed[0]
+
+    @cached_property
+    def _listed(self) -> tuple[tuple[Operation, ...], Mapping[str, Value]]:
+        """The operations, and all values by name."""
+        operations = tuple(_without_borders(layer_operations(self.spec, self.width), self.share))
+        values = dict(self._values_of(operations))
+        if self.training.fp8 is not None:
+            from danlu.planning.kept_in_few_bits import KEEPING, in_few_bits
+
+            if self.training.fp8 in KEEPING:
+                adapted = [name for name, _ in self.training.adapters]
+                operations = tuple(in_few_bits(operations, values, self.training.fp8, adapted))
+        return operations, values
 
     @cached_property
     def values(self) -> Mapping[str, Value]:
-        """The layer's input, values of other layers that it reads, and all values that are made, by name."""
+        """The layer's input, values of other layers that it reads, and all values that are made, by name; those that
+        are kept in few bits once more."""
+        return self._listed[1]
+
+    def _values_of(self, operations: Sequence[Operation]) -> Mapping[str, Value]:
         read = {"x": Value("x", self.width, is_local=True)}
         if self.spec.per_layer_width:
             read[EMBEDDINGS] = Value(EMBEDDINGS, self.spec.per_layer_width, is_local=True)
         if self.spec.mixer.sharing == "reads":
             keys = self.spec.attention
             read |= {name: Value(name, keys.kv_width, parts=keys.kv_heads) for name in (KEYS, VALUES)}
-        return read | made_by(self.operations)
+        return read | made_by(operations)
 
     @property
     def output(self) -> str:
@@ -226,6 +246,11 @@ class LayerGraph:
         if value.is_local and self.share.sequence:
             count = -(-count // self.share.degree)
         width = value.width // min(self.share.degree, value.parts)
+        if value.type == "codes":
+            from danlu.planning.kept_in_few_bits import code_bytes
+
+            assert self.training.fp8 is not None
+            return code_bytes(self.training.fp8, width, count)
         return width * count * _TYPE_BYTES.get(value.type, batch.element_bytes)
 
     @property
@@ -275,14 +300,15 @@ class LayerGraph:
     def _saved_by_product(self, operation: Operation) -> Iterator[str]:
         adapter, training = self.training.adapter_of(operation.name), self.training
         is_grouped, is_wide = operation.kind == "grouped", operation.in_float32 and self.batch.is_half
-        if training.weights or is_wide or (is_grouped and not training.quantized):
+        frozen_keeps = is_grouped and not training.quantized and training.fp8 is None
+        if training.weights or is_wide or frozen_keeps:
             yield from operation.saves
         elif is_grouped:
-            yield from operation.saves[1:]
+            yield from (name for name in operation.saves if name != operation.reads[0] and not name.endswith(".codes"))
         if adapter is None:
             return
         if is_grouped:
-            yield from operation.saves[:2]
+            yield from operation.reads
         elif adapter.trains_a:
             yield from self._input_of_adapter(operation)
         if adapter.has_magnitude:

@@ -17,9 +17,9 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
     Adapters without low-rank factors on products count as if they kept the inputs of all products: bottlenecks,
     prefixes, prompts, and adapters that are continued from files.
     """
-    section = recipe.adapter
+    section, fp8 = recipe.adapter, None if recipe.fp8 is None else recipe.fp8.recipe
     if section is None:
-        return [LayerTraining()] * len(config.layers)
+        return [LayerTraining(fp8=fp8)] * len(config.layers)
     # A run without an adapter loads neither.
     from danlu.adapters.targets import by_pattern, choose
     from danlu.models.sites import sites_of
@@ -43,6 +43,7 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
                 weights=not _has_targets(section),
                 adapters=tuple(own.items()),
                 quantized=recipe.quantization is not None,
+                fp8=fp8,
                 input_needs_gradient=with_gradient,
                 adapts_embeddings=any(site.group == "per_layer" and site.layer is None for site in chosen),
             )

@@ -121,7 +121,7 @@ def policy_tensors(
     section, linears = recipe.quantization, _linears(config) - copies.keys()
     if stored.section is not None:
         section, linears = stored.section, linears & set(stored.names)
-    element_bytes = ELEMENT_BYTES[recipe.precision]
+    element_bytes = ELEMENT_BYTES[recipe.activations]
     base = []
     for name, shape in shapes.items():
         if name in copies:

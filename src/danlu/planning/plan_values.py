@@ -82,7 +82,7 @@ def checkpoint_bytes(workload: Workload) -> int:
 
 
 def _precision(recipe: Recipe) -> str:
-    return "bf16" if recipe.precision == "auto" else recipe.precision
+    return "bf16" if recipe.activations == "auto" else recipe.activations
 
 
 def _memory(memory: RankMemory) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class _Costs:
         assert isinstance(micro, int), "the recipe's rules ask for it"
         padding = padding_to_bucket(micro * length)
         lengths = [length] * micro + [padding] * (padding > 0)
-        return BatchShape.of_lengths(lengths, ELEMENT_BYTES[recipe.precision], self.kernels)
+        return BatchShape.of_lengths(lengths, ELEMENT_BYTES[recipe.activations], self.kernels)
 
     def _of_layer(self, graph: LayerGraph) -> LayerCosts:
         recipe = self.workload.recipe

@@ -105,7 +105,7 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
         parts,
         gradients=parts.gradients + gradients + of_critic[1],
         packed=_workspace_elements([*own, *(each for tensors in frozen.values() for each in tensors)], device_type)
-        * ELEMENT_BYTES[recipe.precision],
+        * ELEMENT_BYTES[recipe.activations],
         gathered=gathered + of_critic[0],
         stash=_weight_delay(workload, stage) * FLOAT32_BYTES * sum(map(math.prod, trained.values())),
     )
@@ -137,7 +137,7 @@ def gathered_bytes_of(workload: Workload, tensors: Sequence[RankTensor]) -> tupl
     for each in tensors:
         if each.gathered is not None:
             is_narrow = recipe.adapter is None and each.whole.packed is None
-            element_bytes = ELEMENT_BYTES[recipe.precision] if is_narrow else each.element_bytes
+            element_bytes = ELEMENT_BYTES[recipe.activations] if is_narrow else each.element_bytes
             count = math.prod(each.gathered)
             trained = each.whole.trained
             sharded[each.name] = ShardedSizes(count * element_bytes, count * trained, math.prod(each.shape) * trained)

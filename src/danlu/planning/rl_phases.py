@@ -245,7 +245,7 @@ class _Phases:
         return DecoderSeconds(
             config,
             self.place.speeds,
-            ELEMENT_BYTES[self.recipe.precision],
+            ELEMENT_BYTES[self.recipe.activations],
             self.place.device,
             self.place.kernels,
             training,

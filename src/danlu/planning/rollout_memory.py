@@ -86,7 +86,7 @@ def engine_model(workload: Workload, device: Literal["cpu", "cuda"], ranks: int 
     """The policy as an engine computes it. ranks: tensor ranks."""
     recipe = workload.recipe
     training = max(layers_training(recipe, workload.config), key=lambda each: len(each.adapters))
-    precision: Precision = "bf16" if recipe.precision == "auto" else recipe.precision
+    precision: Precision = "bf16" if recipe.activations == "auto" else recipe.activations
     return EngineModel(workload.config, precision, device, training, recipe.numerics == "exact", ranks)
 
 

@@ -115,7 +115,7 @@ class StepEstimate:
         )
 
     def _batches(self, sequences: int) -> list[BatchShape]:
-        element_bytes = ELEMENT_BYTES[self.recipe.precision]
+        element_bytes = ELEMENT_BYTES[self.recipe.activations]
         return [
             BatchShape(documents, element_bytes, self.kernels, context=cut, targets=self._row_targets(sequences))
             for documents, cut in self._documents(sequences)
@@ -226,7 +226,7 @@ class StepEstimate:
             targets,
             config.hidden_size,
             config.vocab_size // recipe.parallel.tensor,
-            element_bytes=ELEMENT_BYTES[recipe.precision],
+            element_bytes=ELEMENT_BYTES[recipe.activations],
             device_type=self.device_type,
             frozen=recipe.adapter is not None,
         )
@@ -238,7 +238,7 @@ class StepEstimate:
         if not (self.has_head and config.has_own_head and config.head_bias):
             return 0
         matrix = config.vocab_size // recipe.parallel.tensor * config.hidden_size
-        return matrix * (2 * _FLOAT32 if recipe.adapter is None else ELEMENT_BYTES[recipe.precision])
+        return matrix * (2 * _FLOAT32 if recipe.adapter is None else ELEMENT_BYTES[recipe.activations])
 
 
 def longest_paths(recipe: Recipe) -> int:

@@ -118,7 +118,7 @@ class RankModel:
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation's number."""
-        return ELEMENT_BYTES[self.recipe.precision]
+        return ELEMENT_BYTES[self.recipe.activations]
 
     @cached_property
     def tensors(self) -> tuple[RankTensor, ...]:

@@ -41,10 +41,10 @@ def expand(node: Node, hint: Hint, default: Any = None) -> Node:
         default: the field's own default, which says which `kind` a mapping without one means.
     """
     value = node.value
-    if section_types(hint) and value is not None:
+    if section_types(hint) and value is not None and not _is_literal_or_unknown(value, hint):
         return _expand_section(node, hint, default)
     item_type = entry_type(hint)
-    if item_type is None or value is None or (isinstance(value, str) and value in literal_values(hint)):
+    if item_type is None or value is None or (_is_literal(value, hint)):
         return node
     if isinstance(value, list):
         return Node([expand(entry, item_type) for entry in value], node.origin, node.key_origin)
@@ -52,6 +52,19 @@ def expand(node: Node, hint: Hint, default: Any = None) -> Node:
     if isinstance(value, str) or (isinstance(value, dict) and section_types(item_type)) or admits_only_list:
         return Node([expand(Node(value, node.origin), item_type)], node.origin, node.key_origin)
     return node
+
+
+def _is_literal(value: Any, hint: Hint) -> bool:
+    """Whether a text is a value of its own of a field that also takes a section or a list."""
+    return isinstance(value, str) and value in literal_values(hint)
+
+
+def _is_literal_or_unknown(value: Any, hint: Hint) -> bool:
+    """Whether a text is a value of its own of a field that also takes a section, or no section's `kind` either."""
+    if not isinstance(value, str) or not literal_values(hint):
+        return False
+    kinds = [kind for each in section_types(hint) for kind in literal_values(field_types(each).get("kind", str))]
+    return value in literal_values(hint) or value not in kinds
 
 
 def _expand_section(node: Node, hint: Hint, default: Any) -> Node:

@@ -71,10 +71,10 @@ def with_former_defaults(loaded: Loaded, saved: Recipe, log: Callable[[str], Non
 
 def with_precision(recipe: Recipe, saved: Recipe | None, device: torch.device, log: Callable[[str], None]) -> Recipe:
     """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
-    if recipe.precision != "auto":
+    if recipe.activations != "auto":
         return recipe
     if saved is not None:
-        chosen = saved.precision
+        chosen = saved.activations
         log(f"precision: auto stays {chosen}, as when the run began")
     else:
         speeds = product_speeds(device)

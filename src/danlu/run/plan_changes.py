@@ -113,7 +113,7 @@ def _changes(planned: PlannedStep) -> Iterator[_Change]:
     for optimizer in ("adamw8bit", "adafactor", "lion"):
         if optimizer != recipe.optimizer.kind:
             yield _Change(f"optimizer={optimizer}", "another optimizer")
-    if recipe.precision == "fp32":
+    if recipe.activations == "fp32":
         yield _Change("precision=bf16", "products in bf16")
     if recipe.adapter is None and recipe.model.path is not None:
         yield _Change("adapter=lora", "few weights are trained")

@@ -26,7 +26,7 @@ def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_P
             continue
         own = config if spec.section.path is None else base_config(spec.section)
         in_float32 = spec.mixing is not None
-        tensors = frozen_tensors(own, recipe.precision, spec.quantization, in_float32=in_float32)
+        tensors = frozen_tensors(own, recipe.activations, spec.quantization, in_float32=in_float32)
         frozen.append(FrozenModel(role, own, tensors))
     return Workload(
         recipe,

@@ -205,7 +205,11 @@ def _train(
         raise RecipeError(problem)
     for note in loaded.notes:
         log(note)
-    if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
+    if (
+        ranks.leads
+        and recipe.fp8 is None
+        and (remark := slower(recipe.activations, product_speeds(device, also=recipe.activations)))
+    ):
         log(remark)
     ranks.world.from_first(lambda: _describe(session, recipe, start))
     if recipe.model.tokens:
@@ -363,7 +367,7 @@ def _build(
         metrics=metrics,
         recorders=() if metrics is None else (metrics,),
         stop_request=StopRequest(),
-        scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
+        scaler=_scaler(reader.targets(per_step)) if recipe.activations == "fp16" else None,
         roles=stage.trained_roles(recipe),
         ema=_moving_average(recipe, policy),
         held_out=held_out,
@@ -521,12 +525,19 @@ def _parameter_counts(run: Run) -> tuple[int, int]:
     return parameters_of(model, local), trained_parameters_of(model, local)
 
 
+def _slower_precision(recipe: Recipe, device: torch.device) -> str | None:
+    """A warning about products that another precision makes faster here; None of 8-bit ones, which have no rival."""
+    if recipe.fp8 is not None:
+        return None
+    return slower(recipe.activations, product_speeds(device, also=recipe.activations))
+
+
 def _summary(recipe: Recipe, reader: Reader, policy: PlacedModel, run: Run) -> str:
     parameters, trained = _parameter_counts(run)
     packs = "" if run.data_loader.total is None else f", {run.data_loader.total:,} {reader.items}"
     counted = parameters_and_trained(parameters, trained)
     return (
-        f"{policy.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
+        f"{policy.name} with {counted}, on {run.learner.device}, {recipe.precision_name}; "
         f"{run.cadence.total:,} steps of {_amount(reader, run)} (micro-batches of {run.learner.micro}){packs}"
     )
 

@@ -178,7 +178,7 @@ class PlacedClassifier:
         recipe = self.recipe
         parallel = data.replicated_step(self.parallel, recipe.parallel)
         counted = Activations.beside([*self.model.parameters(), *self.model.buffers()])
-        dtype = DTYPES[recipe.precision]
+        dtype = DTYPES[recipe.activations]
         return ClassifierLearner(
             self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted, sources
         )
@@ -231,7 +231,7 @@ class ClassifierExporter:
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
         """The model's folder; value and writes as in `models.saving.save`."""
-        dtype = torch.bfloat16 if self.policy.recipe.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if self.policy.recipe.activations == "bf16" else torch.float32
         lenet.save(self.policy.model, target, dtype=dtype, value=value, writes=writes)
 
 

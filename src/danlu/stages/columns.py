@@ -155,7 +155,7 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
         "adapter": adapter,
         "seed": recipe.seed if is_drawn else None,
         "quantization": None if quantization is None else quantization.model_dump(mode="json"),
-        "precision": recipe.precision,
+        "precision": recipe.activations if recipe.fp8 is None else recipe.fp8.model_dump(),
         "compile": recipe.compile,
         "device": device.type,
         **({} if recipe.numerics == "fast" else {"numerics": recipe.numerics}),

@@ -123,7 +123,7 @@ def write(
     save(
         subject.model,
         target,
-        dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
+        dtype=torch.bfloat16 if recipe.activations == "bf16" else torch.float32,
         tokenizer_from=tokenizer_folder,
         chat_template=template_text,
         config=replace(subject.model.config, task=task),

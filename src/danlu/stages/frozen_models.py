@@ -108,7 +108,7 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
 
 
 def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:
-    section, dtype = recipe.model, DTYPES[recipe.precision]
+    section, dtype = recipe.model, DTYPES[recipe.activations]
     device = loading_device(recipe, ranks, device)
     if section.path is None:
         model = build(frozen_config(section, vocab_size), device=device)

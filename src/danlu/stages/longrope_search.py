@@ -58,7 +58,7 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
     config = with_long_context(unscaled, section, length)
     documents = _documents(recipe, original, section.search.documents, stream)
     model = _model(recipe, config, device)
-    learner = DecoderLearner(model, model, device, DTYPES[recipe.precision], micro=1)
+    learner = DecoderLearner(model, model, device, DTYPES[recipe.activations], micro=1)
     packs = [Pack((document,), stage_length=length) for document in documents]
     identity = base_identity(recipe.model)
     made_from = {
@@ -68,7 +68,7 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
         "lengths": [original, length],
         "short_factor": section.short_factor,
         "seed": recipe.seed,
-        "precision": recipe.precision,
+        "precision": recipe.activations,
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }
     with (
@@ -110,7 +110,7 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
         return load(model_folder(section), device=device, config=config)
     base = recipe_base(section)
     adapted = load_frozen(
-        base.folder, dtype=DTYPES[recipe.precision], device=device, quantization=recipe.quantization, config=config
+        base.folder, dtype=DTYPES[recipe.activations], device=device, quantization=recipe.quantization, config=config
     )
     stacks = AdapterStacks(adapted.adapters)
     stacks.use(stacks.add(open_named(section.adapters, base)))

@@ -37,7 +37,7 @@ def learner_to_ask(recipe: Recipe, placed: Placed, device: torch.device) -> Deco
         model,
         forward_of(model, compiled=recipe.compile),
         device,
-        DTYPES[recipe.precision],
+        DTYPES[recipe.activations],
         micro=1,
         adapters=placed.subject.adapters,
         parallel=placed.parallel,

@@ -88,12 +88,12 @@ class PlacedDecoder:
     @property
     def notes(self) -> Sequence[str]:
         """Lines for the console on how the models were placed."""
-        return tuple(placing_notes(self.recipe.model, self.recipe.precision, self.placed))
+        return tuple(placing_notes(self.recipe.model, self.recipe.activations, self.placed))
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of activations."""
-        return DTYPES[self.recipe.precision]
+        return DTYPES[self.recipe.activations]
 
     @property
     def score_head(self) -> nn.Linear | None:

@@ -78,7 +78,7 @@ def experience_items(
     episodes = episodes_of(recipe, chat, placed.placed.subject, settings.sampling, ranks.world)
     sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world, episodes=episodes)
     if recipe.rollout.staleness > 0:
-        whole, dtype = meta_decoder(placed.model.config), DTYPES[recipe.precision]
+        whole, dtype = meta_decoder(placed.model.config), DTYPES[recipe.activations]
         of_whole = cache_gib(whole, dtype, lengths, engine_options(recipe))
         sampler.asynchronous = AsynchronousRollouts(
             placed.asynchronous_engine(recipe, placed.placed, of_whole) if ranks.leads else None,

@@ -73,8 +73,8 @@ class DeferredRewardModel:
     @cached_property
     def model(self) -> RewardModel:
         """The loaded model. Raises ModelError, as `load_reward_model` does."""
-        assert self.recipe.precision != "auto", "a run has chosen its precision before it judges"
-        model = load_reward_model(self.resolved, precision=self.recipe.precision, device=self.recipe.device)
+        assert self.recipe.activations != "auto", "a run has chosen its precision before it judges"
+        model = load_reward_model(self.resolved, precision=self.recipe.activations, device=self.recipe.device)
         return replace(model, per_step=self.per_step)
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
@@ -104,7 +104,7 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         if reason is not None:
             lines.append(f"{where}, which the first process loads once more: {reason}")
             continue
-        judges[section.path], size = _judge(recipe.precision, subject, resolved, len(judges))
+        judges[section.path], size = _judge(recipe.activations, subject, resolved, len(judges))
         lines.append(f"{where}: {format_bytes(size)} are put upon that, and it is not loaded again")
     return judges, lines
 

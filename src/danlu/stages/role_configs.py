@@ -92,7 +92,7 @@ def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
     """
     paths = {section.path for section in recipe.rewards or () if isinstance(section, ModelReward)} - set(judges)
     sizes = [resolve_reward_model(path).config.parameter_count() for path in paths]
-    return sum(sizes) * ELEMENT_BYTES[recipe.precision]
+    return sum(sizes) * ELEMENT_BYTES[recipe.activations]
 
 
 def shared_rewards(recipe: Recipe) -> list[str]:

@@ -79,7 +79,7 @@ def embedded_engine(
 
     stages: the model with the chunks of other processes.
     """
-    model, dtype = placed.subject.model, DTYPES[recipe.precision]
+    model, dtype = placed.subject.model, DTYPES[recipe.activations]
     options = engine_options(recipe)
     if cache_gib is not None:
         options = replace(options, cache_gib=min(options.cache_gib, cache_gib))
@@ -102,7 +102,7 @@ def sleeping_engine(
 
     It is no larger: training takes what there is of the device's memory. Raises as `rollout_engine` does.
     """
-    dtype, pipeline = DTYPES[recipe.precision], placed.parallel.pipeline
+    dtype, pipeline = DTYPES[recipe.activations], placed.parallel.pipeline
     needed = cache_gib(placed.subject.model, dtype, lengths, engine_options(recipe), pipeline)
     engine = rollout_engine(recipe, placed, decode=decode, grammars=grammars, cache_gib=needed)
     engine.sleep()
@@ -192,7 +192,7 @@ def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
         recipe.parallel,
         recipe.rollout,
         ranks,
-        dtype=DTYPES[recipe.precision],
+        dtype=DTYPES[recipe.activations],
         whole_bytes=whole_bytes,
         processes_here=processes_here(ranks.world.size),
         log=print_status if ranks.leads else _keep_to_oneself,

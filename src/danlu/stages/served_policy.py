@@ -282,7 +282,7 @@ class ServedPolicy:
             case "http":
                 exact = None
                 if self.recipe.numerics == "exact":
-                    exact = str(DTYPES[self.recipe.precision]).removeprefix("torch.")
+                    exact = str(DTYPES[self.recipe.activations]).removeprefix("torch.")
                 required = routes and section.routing_replay is True
                 demands = Demands(exact, section.server.push, bucket_bytes, routes, required)
                 return ServerFleet(options.clients, lambda client: detect_server(client, demands))
@@ -299,7 +299,7 @@ class ServedPolicy:
     def _hand_over(self) -> HandOver:
         server, config = self.recipe.rollout.server, self.placed.subject.model.config
         # Training multiplies by weights of this type; norms it computes with the trained weights as they are.
-        dtype = None if self.recipe.numerics == "exact" else DTYPES[self.recipe.precision]
+        dtype = None if self.recipe.numerics == "exact" else DTYPES[self.recipe.activations]
         if self.route == "group":
             return GroupHandOver(config, server.group_address, server.bucket_mib, dtype)
         given = server.exchange_folder

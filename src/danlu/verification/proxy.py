@@ -199,6 +199,6 @@ class ProxyTraining:
             metrics=None,
             recorders=(),
             stop_request=StopRequest(),
-            scaler=LossScaler(_FP16_SCALE) if self.recipe.precision == "fp16" else None,
+            scaler=LossScaler(_FP16_SCALE) if self.recipe.activations == "fp16" else None,
             ema=None if self.recipe.ema is None else Ema(parameters, self.recipe.ema.decay),
         )

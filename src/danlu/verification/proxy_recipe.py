@@ -121,7 +121,7 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
     if memory.recompute.kind != "planned":
         return memory
     assert isinstance(micro, int), "the recipe's rules ask for it"
-    lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.precision].itemsize
+    lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.activations].itemsize
     settings = ActivationPlan(share=RankShare(cut, recipe.parallel.sequence))
     activations = activation_bytes(small, BatchShape.of_lengths(lengths, element_bytes), settings)
     kept = _BUDGET_SHARE * activations.kept / 2**30

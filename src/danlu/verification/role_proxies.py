@@ -198,7 +198,7 @@ def with_columns(
         if folder is not None and spec.name == REFERENCE:  # the recipe names no model of its own for it
             model = ModelSpec(spec.name, Model(path=str(folder / REFERENCE)))
         frozen = place_frozen(recipe, model, vocab_size, Ranks(), torch.device("cpu")).subject.model
-        outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.precision], recipe.numerics == "exact")
+        outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.activations], recipe.numerics == "exact")
         items = [Pack(tuple(_with_column(sample, spec, outputs) for sample in pack.samples)) for pack in items]
     return items
 

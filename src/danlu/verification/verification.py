@@ -58,7 +58,7 @@ def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, l
         task, about = _task_with_clear_routes(recipe, options, Path(folder))
         traces = run_task(task)
     comparison = compare(
-        traces, TOLERANCES[task.recipe.precision], flip_distance=sign_flip_distance(task.recipe.optimizer)
+        traces, TOLERANCES[task.recipe.precision_name], flip_distance=sign_flip_distance(task.recipe.optimizer)
     )
     verification = Verification(
         recipe=name,
@@ -201,13 +201,14 @@ def _comparable(recipe: Recipe, layout: Layout, options: Options, about: list[st
     if options.precision == "fp32":
         changes["precision"] = "fp32"
         changes["parallel"] = recipe.parallel.model_copy(update={"reduce": "fp32"})
-        if recipe.precision != "fp32" or recipe.parallel.reduce != "fp32":
-            about.append(f"float32 instead of {recipe.precision}, to tell mistakes from rounding (--precision recipe)")
+        if recipe.precision_name != "fp32" or recipe.parallel.reduce != "fp32":
+            name = recipe.precision_name
+            about.append(f"float32 instead of {name}, to tell mistakes from rounding (--precision recipe)")
     else:
-        if recipe.precision == "auto":
+        if recipe.activations == "auto":
             recipe = recipe.model_copy(update={"precision": fastest(product_speeds(_device(recipe, layout)))})
-            about.append(f"precision: auto is {recipe.precision} on this machine")
-        about.append(f"in {recipe.precision}, which hides differences below {TOLERANCES[recipe.precision]:g}")
+            about.append(f"precision: auto is {recipe.activations} on this machine")
+        about.append(f"in {recipe.precision_name}, which hides differences below {TOLERANCES[recipe.precision_name]:g}")
     return recipe.model_copy(update=changes)
 
 

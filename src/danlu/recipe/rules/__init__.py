@@ -21,6 +21,7 @@ from danlu.recipe.rules import (
     paths,
     pipeline,
     placement,
+    precision,
     reference,
     rl,
     rollout,
@@ -64,6 +65,8 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     yield from training.rewind_has_checkpoint(recipe)
     yield from training.optimizer_is_consistent(recipe.optimizer, recipe.adapter)
     yield from model.adapter_has_base_model(recipe)
+    if recipe.fp8 is not None:
+        yield from precision.fp8_is_possible(recipe.fp8, recipe)
     if recipe.long_context is not None:
         yield from long_context.lengths_do_not_shrink(recipe.long_context.stages, recipe)
         yield from long_context.longrope_has_factors(recipe.long_context, recipe)
@@ -109,7 +112,7 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
 def notes(recipe: Recipe) -> list[str]:
     """Returns warnings about a recipe that may run but may not be as meant; for the console, once."""
     remarks = []
-    if recipe.precision == "fp16" and recipe.device == "cpu":
+    if recipe.activations == "fp16" and recipe.device == "cpu":
         remarks.append("precision: fp16 on a CPU is several times slower than bf16 or fp32 and has no advantage there")
     files = [
         (key, (paths.file_of(source), source.subset, source.split)) for key, source in paths.sources_of(recipe.data)

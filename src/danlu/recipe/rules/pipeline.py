@@ -73,7 +73,7 @@ def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if recipe.compile:
         reason = "whether compiled code reads the version of the weights that its forward pass had is not proven"
         yield "compile", reason, "Leave it out"
-    if recipe.precision == "fp16":
+    if recipe.activations == "fp16":
         reason = "whether fp16 overflows is known once all stages have a step's gradient, and pipedream updates before"
         yield "precision", reason, "Use bf16 or fp32"
     if recipe.ema is not None:

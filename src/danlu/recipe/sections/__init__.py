@@ -110,6 +110,7 @@ from danlu.recipe.sections.policy_gradient import (
     Rloo,
     Value,
 )
+from danlu.recipe.sections.precision import Activations, Fp8
 from danlu.recipe.sections.preference import (
     AlphaDivergence,
     Aot,
@@ -257,11 +258,12 @@ class Recipe(Section):
     """Passes over the data; 1 when neither epochs nor steps is given."""
     steps: PositiveInt | None = None
     """Optimizer steps, instead of epochs."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | Fp8 = "bf16"
     """Type of activations and matrix products. Trained weights and gradient sums are float32 in every case, and
     so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
-    is resumed keeps it."""
+    is resumed keeps it. fp8 multiplies the linear layers of attention, feed-forward networks and experts in 8 bits
+    ({kind: fp8, recipe: tile})."""
     numerics: Annotated[Literal["fast", "exact"], OF_TOKENS] = "fast"
     """exact: training and rollout give a token the same log-probability to the last bit, whatever else is in the batch;
     slower. fast takes the quickest kernels for each, which round differently.
@@ -310,6 +312,21 @@ class Recipe(Section):
     """Decides the order of the data, the first weights and every other draw."""
     output: str
     """The run folder."""
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """The section of 8-bit products; None without them."""
+        return self.precision if isinstance(self.precision, Fp8) else None
+
+    @property
+    def activations(self) -> Activations:
+        """The type of activations, and of all matrix products that are not in 8 bits."""
+        return self.precision.activations if isinstance(self.precision, Fp8) else self.precision
+
+    @property
+    def precision_name(self) -> str:
+        """The name of the arithmetic of matrix products: fp8, or the type of activations."""
+        return self.activations if self.fp8 is None else self.fp8.kind
 
     @property
     def row_type(self) -> RowType | None:

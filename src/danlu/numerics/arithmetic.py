@@ -1,0 +1,193 @@
+"""The products of linear layers in FP8: which blocks of which factors share a scale, and what the backward pass keeps.
+
+Recipes, of the factors of y = x W^T, of dx = g W and of dW = g^T x:
+
+- tile: E4M3 throughout, 1 x 128 of x and g along what is contracted, 128 x 128 of W (DeepSeek-V3, arXiv:2412.19437,
+  section 3.3). x is kept in E4M3, in tiles of 1 x 128 features, and gets tiles of 128 tokens for dW. All scales are
+  powers of two, as those of DeepSeek-V3.1: other tiles then change no number that stays normal. Behind attention x is
+  rounded to E5M6 instead; attention keeps that tensor itself, so it is kept as it is and rounded when dW is made.
+- row, row-with-bf16-weight-gradient: a row or column along what is contracted, with powers of two (torchao's rowwise
+  and rowwise_with_gw_hp, which multiplies g with one scale for all of W).
+- tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise).
+- mxfp8: 32 numbers along what is contracted with an E8M0 scale (OCP Microscaling formats 1.0).
+
+T tokens · N rows of experts · I, O inputs and outputs of a layer · G groups
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from danlu.numerics.format import WHOLE, Format, Scaled, encode
+from danlu.numerics.products import product
+
+_TILE, _MX = 128, 32
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of the factors of a layer's three products."""
+
+    x: Format
+    """Of x [T, I] in the forward product."""
+    weight: Format
+    """Of W [O, I] in the forward product."""
+    grad: Format
+    """Of the output's gradient g [T, O] in that of the input."""
+    weight_of_input: Format
+    """Of W [O, I] in the gradient of the input."""
+    by_tokens: tuple[Format, Format] | None
+    """Of g and of x in the gradient of the weight; None: a product in the type of g."""
+    kept: Format | None = None
+    """Of x for the backward pass; None: x itself is kept."""
+
+
+def _formats(along: tuple[int, int], weight: tuple[int, int], **options: str) -> tuple[Format, ...]:
+    """E4M3 in blocks of `along` features, in blocks of `weight`, and the transposed of both."""
+    return tuple(
+        Format("e4m3", block, **options)  # type: ignore[arg-type]
+        for block in (along, weight, along[::-1], weight[::-1])
+    )
+
+
+def _recipes() -> Mapping[str, Formats]:
+    tile, square, by_token, _ = _formats((1, _TILE), (_TILE, _TILE), scale="power-of-two")
+    row, of_tensor, by_column, _ = _formats((1, WHOLE), (WHOLE, WHOLE), scale="power-of-two")
+    mx, _, mx_by_token, _ = _formats((1, _MX), (1, _MX), scale="e8m0", rounding="floor")
+    whole = Format("e4m3", (WHOLE, WHOLE))
+    gradient = Format("e5m2", (WHOLE, WHOLE))
+    return {
+        "tile": Formats(tile, square, tile, square, (by_token, by_token), kept=tile),
+        "row": Formats(row, row, row, by_column, (by_column, by_column)),
+        "row-with-bf16-weight-gradient": Formats(row, row, row, of_tensor, None),
+        "tensor": Formats(whole, whole, gradient, whole, (gradient, whole), kept=whole),
+        "mxfp8": Formats(mx, mx, mx, mx_by_token, (mx_by_token, mx_by_token)),
+    }
+
+
+RECIPES = _recipes()
+BEHIND_ATTENTION = Format("e5m6", (1, _TILE), scale="power-of-two")
+"""What tile rounds the input of a layer behind attention to, for the gradient of its weight."""
+
+
+class Fp8Arithmetic:
+    """`core.layer_types.LinearArithmetic` by a recipe.
+
+    Weights are rounded to the type of activations before, as for every other product and where shards are gathered.
+    Nothing is kept between calls, so no scale is that of earlier weights. A block with a number that is not finite
+    makes outputs that are not.
+
+    behind_attention: the input is attention's output, which attention keeps.
+    """
+
+    def __init__(self, recipe: str, *, behind_attention: bool = False) -> None:
+        self.recipe = recipe
+        self.formats = RECIPES[recipe]
+        self.behind_attention = behind_attention and recipe == "tile"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether inputs are kept in few bits."""
+        return self.formats.kept is not None and not self.behind_attention
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the backward pass is left of x [T, I]."""
+        return self._kept(x, None)
+
+    def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The numbers that were kept of a tensor: [T, I]."""
+        if self.keeps_codes:
+            assert self.formats.kept is not None
+            return Scaled(kept[0], kept[1], self.formats.kept).decode(dtype)
+        (x,) = kept
+        return encode(x, BEHIND_ATTENTION).decode(dtype) if self.behind_attention else x.to(dtype)
+
+    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """x [T, I] times each of the weights [O, I] -> [T, O] in x's dtype, and what is kept of x."""
+        scaled = encode(x, self.formats.x)
+        outputs = tuple(product(scaled, encode(weight.to(x.dtype), self.formats.weight), x.dtype) for weight in weights)
+        return outputs, self._kept(x, scaled)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad [T, O] times weight [O, I] -> [T, I] in grad's dtype."""
+        of_weight = encode(weight.to(grad.dtype), self.formats.weight_of_input).transposed()
+        return product(encode(grad, self.formats.grad), of_weight, grad.dtype)
+
+    def weight_gradient(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """grad [T, O], transposed, times what was kept of x [T, I] -> [O, I] float32."""
+        if self.formats.by_tokens is None:
+            return (grad.t() @ self.kept_values(kept, grad.dtype)).float()
+        of_grad = encode(grad, self.formats.by_tokens[0])
+        return product(of_grad.transposed(), self._kept_scaled(kept).transposed(), torch.float32)
+
+    def grouped_forward(
+        self, x: Tensor, weights: Sequence[Tensor], counts: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Rows x [N, I], those of each layer together, times each of the weights [G, O, I] -> [N, O] in x's dtype, and
+        what is kept of x. counts [G]: rows of each layer."""
+        scaled = encode(x, self.formats.x)
+        outputs = []
+        for weight in weights:
+            y = x.new_empty(len(x), weight.shape[1])
+            for index, group in _groups(counts):
+                of_group = scaled.box(group, slice(0, x.shape[1]))
+                y[group] = product(of_group, encode(weight[index].to(x.dtype), self.formats.weight), x.dtype)
+            outputs.append(y)
+        return tuple(outputs), self._kept(x, scaled)
+
+    def grouped_input_gradient(self, grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Rows grad [N, O] times weight [G, O, I] by groups -> [N, I] in grad's dtype."""
+        scaled = encode(grad, self.formats.grad)
+        grad_x = grad.new_empty(len(grad), weight.shape[2])
+        for index, group in _groups(counts):
+            of_weight = encode(weight[index].to(grad.dtype), self.formats.weight_of_input).transposed()
+            grad_x[group] = product(scaled.box(group, slice(0, grad.shape[1])), of_weight, grad.dtype)
+        return grad_x
+
+    def grouped_weight_gradient(self, grad: Tensor, kept: Sequence[Tensor], counts: Tensor) -> Tensor:
+        """Rows grad [N, O], transposed, times what was kept of x [N, I], by groups -> [G, O, I] float32; zero for a
+        group without rows."""
+        by_tokens = self.formats.by_tokens
+        x = self.kept_values(kept, grad.dtype if by_tokens is None else torch.float32)
+        gradient = grad.new_zeros((len(counts), grad.shape[1], x.shape[1]), dtype=torch.float32)
+        # One scale of a whole tensor is that of all groups; other blocks end with a group.
+        whole = by_tokens is not None and by_tokens[0].block == (WHOLE, WHOLE)
+        scaled = [encode(y, form) for y, form in zip((grad, x), by_tokens, strict=True)] if whole and by_tokens else []
+        for index, group in _groups(counts):
+            if by_tokens is None:
+                gradient[index] = grad[group].t() @ x[group]
+                continue
+            of_group = [y.box(group, slice(0, y.shape[1])) for y in scaled] or [
+                encode(y[group], form) for y, form in zip((grad, x), by_tokens, strict=True)
+            ]
+            gradient[index] = product(of_group[0].transposed(), of_group[1].transposed(), torch.float32)
+        return gradient
+
+    def _kept(self, x: Tensor, scaled: Scaled | None) -> tuple[Tensor, ...]:
+        if not self.keeps_codes:
+            return (x,)
+        if scaled is None:
+            assert self.formats.kept is not None
+            scaled = encode(x, self.formats.kept)
+        return scaled.codes, scaled.scales
+
+    def _kept_scaled(self, kept: Sequence[Tensor]) -> Scaled:
+        """What was kept of x as the factor of its layer's weight gradient."""
+        assert self.formats.by_tokens is not None
+        form = self.formats.by_tokens[1]
+        if self.keeps_codes and form == self.formats.kept:
+            return Scaled(kept[0], kept[1], form)
+        return encode(self.kept_values(kept, torch.float32), form)
+
+
+def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """The rows of each group that has any, by its number."""
+    ends = itertools.accumulate(counts.tolist(), initial=0)
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        if start < end:
+            yield index, slice(start, end)
