@@ -20,10 +20,10 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.packed_weights import PackedWeights
-from danlu.numerics import arithmetic
 from danlu.numerics.format import Scaled
+from danlu.numerics.products import product
 from danlu.recipe import sections
-from danlu.recipe.sections import Fp8
+from danlu.recipe.sections import Fp8Products
 
 LENGTHS = (40, 90)
 _PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "mv")
@@ -31,7 +31,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "mv")
 
 def fp8_decoder(mixer: str | None = None, feed: str | None = None, *, recipe: Any = "tile", layers: int = 1) -> Decoder:
     model = small_decoder(mixer, feed, layers)
-    set_arithmetic(model, Fp8(recipe=recipe))
+    set_arithmetic(model, Fp8Products(recipe=recipe))
     return model
 
 
@@ -72,7 +72,7 @@ class Products(TorchDispatchMode):
 
 @contextmanager
 def products_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Products]:
-    noted, product = Products(), arithmetic.product
+    noted = Products()
 
     def noting(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         noted.in_8_bits.append((a.format.element, b.format.element))
@@ -82,7 +82,7 @@ def products_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Products]:
         finally:
             noted.decoded = False
 
-    monkeypatch.setattr(arithmetic, "product", noting)
+    monkeypatch.setattr("danlu.numerics.arithmetic.product", noting)
     with noted:
         yield noted
 
@@ -167,7 +167,7 @@ def test_an_adapter_sits_on_products_in_8_bits(targets: list[str], monkeypatch: 
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
     plain = gradients(model)
-    set_arithmetic(model, Fp8())
+    set_arithmetic(model, Fp8Products())
     with products_noted(monkeypatch) as noted:
         got = gradients(model)
     # Behind the embedding, which is frozen, no gradient is needed but by an adapter.

@@ -95,7 +95,7 @@ FP8_CASES: list[Any] = [
 def test_inputs_in_8_bits_are_predicted(mixer: str | None, feed: str | None, recompute: Kind, fp8: Any) -> None:
     """Codes with scales, once of layers that share an input; gate and up in front of a product, which is not kept."""
     model = recomputed(small_decoder(mixer, feed, layers=2), recompute)
-    set_arithmetic(model, sections.Fp8(recipe=fp8))
+    set_arithmetic(model, sections.Fp8Products(recipe=fp8))
     lengths = [100, 56]
     real = saved_bytes(model, lengths, torch.float32) + of_no_hook(model.config, sum(lengths), recompute)
 

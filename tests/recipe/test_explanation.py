@@ -102,7 +102,10 @@ def test_unknown_keys(key: str, guess: str) -> None:
         ("api", "'api' is no key of a recipe but a thing to do: `danlu serve`"),
         ("export", "'export' is no key of a recipe but a thing to do: `danlu checkpoint export`"),
         ("train", "'train' is no key of a recipe but a thing to do: `danlu train --help`"),
-        ("bf16", "'bf16' is a value of precision and of optimizer.moments and of parallel.reduce: set precision"),
+        (
+            "bf16",
+            "'bf16' is a value of precision and of optimizer.moments and of precision.activations and of",
+        ),
         ("lr", "'lr' is a key of another tool: danlu's key for it is optimizer.learning_rate"),
         ("learning_rate", "danlu's key for it is optimizer.learning_rate"),
         ("lora-rank", "danlu's key for it is adapter.rank"),

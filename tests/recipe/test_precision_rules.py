@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from danlu.recipe import rules
-from danlu.recipe.sections import Fp8, Recipe
+from danlu.recipe.sections import Fp8Products, Recipe
 
 SMALL: dict[str, Any] = {
     "stage": "sft",
@@ -19,9 +19,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tile", {"quantization": {"kind": "nf4"}, "adapter": {"kind": "lora"}}, "quantization: a quantized base is"),
     ("tile", {"numerics": "exact"}, "numerics: blocks along tokens share a scale"),
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
-    ("row", {"parallel": {"tensor": 2}}, "parallel.tensor: recipe row has scales of all features"),
-    ("tensor", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: recipe tensor has scales of all tokens"),
-    ("tensor", {"parallel": {"expert": 2}}, "parallel.expert: recipe tensor has a scale of all rows of experts"),
+    ("tile", {"parallel": {"tensor": 2}}, "parallel.tensor: scales are of blocks of features"),
+    ("row", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: scales are of blocks of tokens"),
+    ("tile", {"parallel": {"expert": 2}}, "parallel.expert: scales are of blocks of rows"),
 ]
 
 
@@ -38,9 +38,9 @@ def test_settings_that_have_no_8_bit_products_are_refused(fp8: str, changes: dic
     assert not messages("bf16", **changes)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": {"size": 2}}, {"expert": 2}, {"shard": "zero3"}])
-def test_blocks_of_few_numbers_may_be_cut(parallel: dict[str, Any]) -> None:
-    assert not messages({"kind": "fp8", "recipe": "tile"}, parallel=parallel)
+def test_shards_and_pipelines_have_8_bit_products() -> None:
+    for parallel in ({"shard": "zero3"}, {"pipeline": {"stages": 2}}):
+        assert not messages({"kind": "fp8", "recipe": "tile"}, parallel=parallel)
 
 
 @pytest.mark.parametrize("stage", ["rl", "distill"])
@@ -55,7 +55,7 @@ def test_answers_of_the_policy_are_refused(stage: str) -> None:
 
 def test_the_type_of_activations_and_the_name_of_products() -> None:
     narrow = Recipe.model_validate({**SMALL, "precision": {"kind": "fp8"}})
-    assert (narrow.precision, narrow.activations, narrow.precision_name) == (Fp8(), "bf16", "fp8")
+    assert (narrow.precision, narrow.activations, narrow.precision_name) == (Fp8Products(), "bf16", "fp8")
     wide = Recipe.model_validate({**SMALL, "precision": {"kind": "fp8", "activations": "fp32"}})
     assert wide.activations == "fp32"
     plain = Recipe.model_validate({**SMALL, "precision": "fp16"})

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear, Linear
-from danlu.recipe.sections import Fp8
+from danlu.numerics.arithmetic import Fp8Arithmetic
+from danlu.recipe.sections import Fp8Products
 
 _GATES = ("shared_gate", "a_proj", "b_proj")
 """Layers with a number for each token or head, that others are multiplied with: they are left as routers are."""
 _BEHIND_ATTENTION = "o_proj"
 
 
-def set_arithmetic(model: Decoder, section: Fp8 | None) -> None:
+def set_arithmetic(model: Decoder, section: Fp8Products) -> None:
     """Gives the linear layers of attention, feed-forward networks and experts the products of a section.
 
     Embedding, head, norms, routers and gates keep those of the type of activations, and so does attention itself.
     """
-    if section is None:
-        return
-    from danlu.numerics.arithmetic import Fp8Arithmetic
-
     usual = Fp8Arithmetic(section.recipe)
     behind_attention = Fp8Arithmetic(section.recipe, behind_attention=True)
     for layer in model.layers.values():

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from danlu.assembly.arithmetic import set_arithmetic
 from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
 from danlu.assembly.recipe_adapters import model_folder
@@ -243,7 +242,10 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     model, adapters, section = subject.model, subject.adapters, recipe.parallel
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
-    set_arithmetic(model, recipe.fp8)
+    if recipe.fp8 is not None:
+        from danlu.assembly.arithmetic import set_arithmetic
+
+        set_arithmetic(model, recipe.fp8)
     if subject.placer is None:
         for name in model.layers:
             placer.cut_layer(name)

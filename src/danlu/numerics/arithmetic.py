@@ -34,21 +34,21 @@ class Formats:
     """The formats of the factors of a layer's three products."""
 
     x: Format
-    """Of x [T, I] in the forward product."""
+    """The format of x [T, I] in the forward product."""
     weight: Format
-    """Of W [O, I] in the forward product."""
+    """The format of W [O, I] in the forward product."""
     grad: Format
-    """Of the output's gradient g [T, O] in that of the input."""
+    """The format of the output's gradient g [T, O] in that of the input."""
     weight_of_input: Format
-    """Of W [O, I] in the gradient of the input."""
+    """The format of W [O, I] in the gradient of the input."""
     by_tokens: tuple[Format, Format] | None
-    """Of g and of x in the gradient of the weight; None: a product in the type of g."""
+    """The formats of g and of x in the gradient of the weight; None: a product in the type of g."""
     kept: Format | None = None
-    """Of x for the backward pass; None: x itself is kept."""
+    """The format of x for the backward pass; None: x itself is kept."""
 
 
 def _formats(along: tuple[int, int], weight: tuple[int, int], **options: str) -> tuple[Format, ...]:
-    """E4M3 in blocks of `along` features, in blocks of `weight`, and the transposed of both."""
+    """Returns E4M3 in blocks of `along` features, in blocks of `weight`, and the transposed of both."""
     return tuple(
         Format("e4m3", block, **options)  # type: ignore[arg-type]
         for block in (along, weight, along[::-1], weight[::-1])
@@ -72,7 +72,7 @@ def _recipes() -> Mapping[str, Formats]:
 
 RECIPES = _recipes()
 BEHIND_ATTENTION = Format("e5m6", (1, _TILE), scale="power-of-two")
-"""What tile rounds the input of a layer behind attention to, for the gradient of its weight."""
+"""The format that tile rounds the input of a layer behind attention to, for the gradient of its weight."""
 
 
 class Fp8Arithmetic:
@@ -96,11 +96,11 @@ class Fp8Arithmetic:
         return self.formats.kept is not None and not self.behind_attention
 
     def keep(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the backward pass is left of x [T, I]."""
+        """Returns the tensors that the backward pass is left of x [T, I]."""
         return self._kept(x, None)
 
     def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The numbers that were kept of a tensor: [T, I]."""
+        """Returns the numbers [T, I] that were kept of a tensor."""
         if self.keeps_codes:
             assert self.formats.kept is not None
             return Scaled(kept[0], kept[1], self.formats.kept).decode(dtype)
@@ -108,7 +108,7 @@ class Fp8Arithmetic:
         return encode(x, BEHIND_ATTENTION).decode(dtype) if self.behind_attention else x.to(dtype)
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """x [T, I] times each of the weights [O, I] -> [T, O] in x's dtype, and what is kept of x."""
+        """Returns x [T, I] times each of the weights [O, I], [T, O] in x's dtype, and the tensors kept of x."""
         scaled = encode(x, self.formats.x)
         outputs = tuple(product(scaled, encode(weight.to(x.dtype), self.formats.weight), x.dtype) for weight in weights)
         return outputs, self._kept(x, scaled)
@@ -177,7 +177,7 @@ class Fp8Arithmetic:
         return scaled.codes, scaled.scales
 
     def _kept_scaled(self, kept: Sequence[Tensor]) -> Scaled:
-        """What was kept of x as the factor of its layer's weight gradient."""
+        """Returns the kept x as the factor of its layer's weight gradient."""
         assert self.formats.by_tokens is not None
         form = self.formats.by_tokens[1]
         if self.keeps_codes and form == self.formats.kept:

@@ -205,11 +205,7 @@ def _train(
         raise RecipeError(problem)
     for note in loaded.notes:
         log(note)
-    if (
-        ranks.leads
-        and recipe.fp8 is None
-        and (remark := slower(recipe.activations, product_speeds(device, also=recipe.activations)))
-    ):
+    if ranks.leads and (remark := _slower_precision(recipe, device)):
         log(remark)
     ranks.world.from_first(lambda: _describe(session, recipe, start))
     if recipe.model.tokens:

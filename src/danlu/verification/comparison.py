@@ -25,7 +25,7 @@ from danlu.verification.proxy_recipe import EPS
 from danlu.verification.trace import AverageTrace, LocalShards, SpoiledStep, StepTrace, assemble
 from danlu.verification.workers import Traces
 
-TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
+TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2, "fp8": 5e-1}
 """Relative, of each parameter's gradient; those of narrow types allow for the few digits that float32 does not lack."""
 _ROUNDING_FACTOR = 8.0  # how many times the effect of rounding is allowed
 _FLIPPED_PER_TENSOR = 8  # numbers of a tensor with an update that may change its sign by rounding in a step

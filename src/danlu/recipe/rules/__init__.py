@@ -21,7 +21,6 @@ from danlu.recipe.rules import (
     paths,
     pipeline,
     placement,
-    precision,
     reference,
     rl,
     rollout,
@@ -66,7 +65,9 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     yield from training.optimizer_is_consistent(recipe.optimizer, recipe.adapter)
     yield from model.adapter_has_base_model(recipe)
     if recipe.fp8 is not None:
-        yield from precision.fp8_is_possible(recipe.fp8, recipe)
+        from danlu.recipe.rules import precision
+
+        yield from precision.fp8_is_possible(recipe)
     if recipe.long_context is not None:
         yield from long_context.lengths_do_not_shrink(recipe.long_context.stages, recipe)
         yield from long_context.longrope_has_factors(recipe.long_context, recipe)

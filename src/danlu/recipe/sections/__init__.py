@@ -110,7 +110,6 @@ from danlu.recipe.sections.policy_gradient import (
     Rloo,
     Value,
 )
-from danlu.recipe.sections.precision import Activations, Fp8
 from danlu.recipe.sections.preference import (
     AlphaDivergence,
     Aot,
@@ -161,11 +160,13 @@ from danlu.recipe.sections.rewards import (
 )
 from danlu.recipe.sections.rollout import AnswerFormat, DraftModel, Ngram, Rollout, Server
 from danlu.recipe.sections.training import (
+    Activations,
     BatchSize,
     Checkpoint,
     EarlyStop,
     Ema,
     Evaluation,
+    Fp8Products,
     Log,
     LossOptions,
     Router,
@@ -258,7 +259,7 @@ class Recipe(Section):
     """Passes over the data; 1 when neither epochs nor steps is given."""
     steps: PositiveInt | None = None
     """Optimizer steps, instead of epochs."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] | Fp8 = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | Fp8Products = "bf16"
     """Type of activations and matrix products. Trained weights and gradient sums are float32 in every case, and
     so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
@@ -314,14 +315,14 @@ class Recipe(Section):
     """The run folder."""
 
     @property
-    def fp8(self) -> Fp8 | None:
+    def fp8(self) -> Fp8Products | None:
         """The section of 8-bit products; None without them."""
-        return self.precision if isinstance(self.precision, Fp8) else None
+        return self.precision if isinstance(self.precision, Fp8Products) else None
 
     @property
     def activations(self) -> Activations:
         """The type of activations, and of all matrix products that are not in 8 bits."""
-        return self.precision.activations if isinstance(self.precision, Fp8) else self.precision
+        return self.precision.activations if isinstance(self.precision, Fp8Products) else self.precision
 
     @property
     def precision_name(self) -> str:
