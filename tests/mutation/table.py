@@ -952,6 +952,34 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("optim/gradients.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
     # -- numerics
     Mutation(
+        "numerics/arithmetic.py",
+        'self.behind_attention = behind_attention and recipe == "tile"',
+        "self.behind_attention = False",
+        "numerics/test_fp8_arithmetic.py",
+        "behind_attention",
+    ),
+    Mutation(
+        "numerics/products.py",
+        "return F.pad(scales, (0, 0, 0, more), value=1.0).t().contiguous().t()",
+        "return F.pad(scales, (0, 0, 0, more), value=1.0)",
+        "numerics/test_products.py",
+        "layouts",
+    ),
+    Mutation(
+        "models/linear_arithmetic.py",
+        "grad_x = part if grad_x is None else grad_x.add_(part)",
+        "grad_x = part",
+        "models/test_linear_arithmetic.py",
+        "near",
+    ),
+    Mutation(
+        "planning/kept_in_few_bits.py",
+        "return count * (width + 4 * -(-width // _TILE)) if recipe",
+        "return count * (width + 4 * (width // _TILE)) if recipe",
+        "planning/test_layer_graph.py",
+        "8_bits",
+    ),
+    Mutation(
         "numerics/format.py",
         "return math.floor(self.of_element.largest) if self.narrow_range else self.of_element.largest",
         "return self.of_element.largest",
@@ -1926,7 +1954,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "run/auto_values.py",
-        "chosen = saved.precision",
+        "chosen = saved.activations",
         "chosen = fastest(product_speeds(device))",
         "run/test_train.py",
         "precision_auto",
