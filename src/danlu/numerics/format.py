@@ -193,15 +193,22 @@ def encode(x: Tensor, form: Format) -> Scaled:
     Blocks with NaN or infinity have a scale that is not finite; `Scaled.wide_scales` shows them, and nothing waits for
     a device here. Of x without elements there are no scales.
     """
-    rows, columns = x.shape[-2:]
-    block = form.block_of(rows, columns)
     x = x.float()
     if form.zero != "none":
-        return _encode_with_zero(x, form, block)
+        return _encode_with_zero(x, form, form.block_of(*x.shape[-2:]))
     scales, tensor_scale = scales_of(largest_of_blocks(x, form), form)
-    encoded = Scaled(x, scales, form, tensor_scale=tensor_scale)
-    codes = codes_of(x / _for_elements(encoded.wide_scales(), block, rows, columns), form)
-    return replace(encoded, codes=codes)
+    return encode_as(x, Scaled(x, scales, form, tensor_scale=tensor_scale))
+
+
+def encode_as(x: Tensor, grid: Scaled) -> Scaled:
+    """Rounds x [.., R, C] to the nearest numbers that have the scales and zeros of `grid`, a matrix of that size."""
+    rows, columns = x.shape[-2:]
+    block = grid.format.block_of(rows, columns)
+    steps = x.float() / _for_elements(grid.wide_scales(), block, rows, columns)
+    if grid.zeros is None:
+        return replace(grid, codes=codes_of(steps, grid.format))
+    steps = steps + _for_elements(grid.zeros.float(), block, rows, columns)
+    return replace(grid, codes=steps.round().clamp(0, 2**grid.format.bits - 1).to(torch.uint8))
 
 
 def largest_of_blocks(x: Tensor, form: Format) -> Tensor:
@@ -257,7 +264,6 @@ def codes_of(scaled: Tensor, form: Format) -> Tensor:
 
 def _encode_with_zero(x: Tensor, form: Format, block: tuple[int, int]) -> Scaled:
     """Encodes between the least and the greatest number of each block, 0 among them."""
-    rows, columns = x.shape[-2:]
     grouped = _grouped(x, block)
     least, greatest = grouped.amin(dim=(-3, -1)).clamp_max(0), grouped.amax(dim=(-3, -1)).clamp_min(0)
     last = 2**form.bits - 1
@@ -266,9 +272,7 @@ def _encode_with_zero(x: Tensor, form: Format, block: tuple[int, int]) -> Scaled
     zeros = -least / stored.float()
     if form.zero == "integer":
         zeros = zeros.round().clamp(0, last)
-    steps = x / _for_elements(stored.float(), block, rows, columns) + _for_elements(zeros, block, rows, columns)
-    codes = steps.round().clamp(0, last).to(torch.uint8)
-    return Scaled(codes, stored, form, zeros.to(torch.uint8) if form.zero == "integer" else zeros)
+    return encode_as(x, Scaled(x, stored, form, zeros.to(torch.uint8) if form.zero == "integer" else zeros))
 
 
 def _stored_scales(scales: Tensor, kind: ScaleKind) -> Tensor:
