@@ -51,7 +51,7 @@ class Calibration:
     config: ModelConfig
     packs: list[CalibrationPack]
     digest: str
-    """Of all tokens and documents, in their order."""
+    """The hash of all tokens and documents, in their order."""
 
     @classmethod
     def of(
@@ -184,7 +184,7 @@ def load_layer(config: ModelConfig, number: int, folder: Path, device: torch.dev
 
 @dataclass
 class Trace:
-    """Which modules of a layer read the same tensor, by one pass of a pack."""
+    """The tensors that modules of a layer read and write in one pass of a pack."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Name of a module below the layer -> its first argument, in the order of the calls."""

@@ -57,11 +57,11 @@ class LayerResult:
     """A decoder layer as it is quantized."""
 
     quantized: dict[str, Scaled] = field(default_factory=dict)
-    """By the parameter's name in the decoder; [O, I], or [E, O, I] of experts."""
+    """The codes [O, I], or [E, O, I] of experts, by the parameter's name in the decoder."""
     others: dict[str, Tensor] = field(default_factory=dict)
     """The parameters that stay as they are, folded factors included, in float32."""
     notes: list[str] = field(default_factory=list)
-    """What could not be done as the method has it."""
+    """Messages on parts that are not quantized as the method has it."""
 
 
 def quantized_sites(config: ModelConfig, number: int, *, experts: bool) -> list[str]:

@@ -60,11 +60,11 @@ def parse_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[O
     return parsed
 
 
-def put(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
-    """Writes overrides into a tree that is in full form; a key that leads nowhere is added to `problems`."""
+def put(tree: Node, overrides: Sequence[Override], problems: list[Problem], root: type[Section] = Recipe) -> None:
+    """Writes overrides into a tree of `root` that is in full form; a key that leads nowhere is added to `problems`."""
     for override in overrides:
         try:
-            _put(tree, Recipe, override.parts, override.value)
+            _put(tree, root, override.parts, override.value)
         except _ListIndexError as error:
             problems.append(Problem(override.key, str(error), override.value.origin))
 

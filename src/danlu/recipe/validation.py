@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -25,12 +25,19 @@ from danlu.recipe.type_hints import (
 from danlu.recipe.yaml_tree import Node, Problem
 from danlu.registry import STAGE_WORDS
 
+AnySection = TypeVar("AnySection", bound=Section)
+
 
 def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
     """The recipe of a tree in full form and no problems, or None and all that do not fit the types."""
+    return validate_section(tree, Recipe)
+
+
+def validate_section(tree: Node, root: type[AnySection]) -> tuple[AnySection | None, list[Problem]]:
+    """The same for a tree of another kind of recipe."""
     try:
         # Checked as JSON, where a list may fill a tuple although the sections are strict.
-        return Recipe.model_validate_json(json.dumps(with_default_mappings(tree.plain, Recipe))), []
+        return root.model_validate_json(json.dumps(with_default_mappings(tree.plain, root))), []
     except ValidationError as error:
         kinds: dict[str, str] = {}  # of pydantic's errors, by dotted key
         for detail in error.errors(include_url=False, include_input=False, include_context=False):
@@ -39,6 +46,8 @@ def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
             kinds.setdefault(_key(detail["loc"], kind, tree), kind)
         # A value that fails every branch of a union is named once, and where it fails deepest.
         keys = [key for key in kinds if not any(deeper.startswith(f"{key}.") for deeper in kinds)]
+        if root is not Recipe:
+            return None, [_problem(key, kinds[key], tree, root) for key in keys]
         unknown = [key for key in keys if kinds[key] == "extra_forbidden"]
         targets = _targets(unknown, _stage(tree)) if unknown else set()
         keys = [key for key in keys if kinds[key] != "missing" or not _is_given(key, targets)]
@@ -61,18 +70,23 @@ def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _problem(key: str, kind: str, tree: Node) -> Problem:
+def _problem(key: str, kind: str, tree: Node, root: type[Section] = Recipe) -> Problem:
     """The message for one of pydantic's errors, with the place that the user has to change."""
     node, exact = tree.nearest(key)
-    hint, section = type_at(Recipe, tree, key) if key else (Recipe, None)
+    hint, section = type_at(root, tree, key) if key else (root, None)
     name = key.rpartition(".")[2]
     if kind == "missing":
         assert hint is not None
         return Problem(key, _missing(key, name, hint, section), node.origin)
     if kind == "extra_forbidden" or hint is None:
         origin = node.key_origin if exact and node.key_origin is not None else node.origin
+        if root is not Recipe:
+            known = list((section or root).model_fields)
+            return Problem(key, f"unknown key.{did_you_mean(name, known)} Known: {', '.join(known)}", origin)
         return Problem(key, _unknown(key, section, node.plain if exact else None, tree), origin)
     kind_node = node.child("kind") if variants_of(hint) else None
+    if kind_node is not None and root is not Recipe:
+        return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
     if kind_node is not None:
         kind = kind_node.plain
         is_unknown = isinstance(kind, str | int) and kind not in variants_of(hint)
@@ -80,6 +94,8 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         message = f"unknown kind {format_value(kind)}. Write {written}" if written else unexpected(node.plain, hint)
         return Problem(f"{key}.kind", message, kind_node.origin)
     message, value = unexpected(node.plain, hint), node.plain
+    if root is not Recipe:
+        return Problem(key, message, node.origin)
     if key == "stage":
         message += _stage_that_is_meant(value, message)
     elif isinstance(value, str | int) and literal_values(hint) and "Did you mean" not in message:

@@ -23,7 +23,7 @@ BLOCK_COLUMNS = 128
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIES = 5
 _LEAST_DAMPING = 1e-6
-"""What grows where none was asked for."""
+"""The damping that grows where none was asked for."""
 
 
 @dataclass(frozen=True)

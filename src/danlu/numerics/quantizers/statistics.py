@@ -1,4 +1,4 @@
-"""What calibration keeps of the inputs of a linear layer.
+"""Statistics that calibration keeps of the inputs of a linear layer.
 
 I inputs of the layer · T tokens of a pack · N tokens that are kept
 """

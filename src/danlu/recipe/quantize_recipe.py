@@ -1,0 +1,70 @@
+"""Reading a recipe of `danlu quantize`, which is of another kind than those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from danlu.core.errors import RecipeError
+from danlu.recipe.loading import in_order, read_text
+from danlu.recipe.overrides import parse_overrides, put
+from danlu.recipe.sections.quantizing import QuantizeRecipe, SmoothQuant
+from danlu.recipe.short_forms import expand
+from danlu.recipe.validation import validate_section
+from danlu.recipe.yaml_reader import parse
+from danlu.recipe.yaml_tree import Node, Problem
+
+
+def load_quantize_recipe(path: Path, overrides: Sequence[str] = ()) -> QuantizeRecipe:
+    """Reads and checks a recipe with `stage: quantize`.
+
+    Raises RecipeError with one line for each problem, as `loading.load`.
+    """
+    problems: list[Problem] = []
+    tree = parse(read_text(path), str(path), problems)
+    recipe = None if tree is None else _check(tree, overrides, problems)
+    if recipe is None or problems:
+        raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
+    return recipe
+
+
+def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> QuantizeRecipe | None:
+    if not isinstance(tree.value, dict):
+        problems.append(Problem("", "a recipe is a mapping of keys such as 'stage: quantize'", tree.origin))
+        return None
+    stage = tree.child("stage")
+    if stage is not None and stage.value != "quantize":
+        message = f"`danlu quantize` takes recipes with stage: quantize, this is {stage.value}. Use `danlu train`"
+        problems.append(Problem("stage", message, stage.origin))
+        return None
+    tree.value = expand(tree, QuantizeRecipe).value
+    put(tree, parse_overrides(overrides, problems), problems, QuantizeRecipe)
+    tree.value = expand(tree, QuantizeRecipe).value
+    recipe, wrong = validate_section(tree, QuantizeRecipe)
+    problems += wrong
+    if recipe is not None:
+        problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in _conflicts(recipe)]
+    return recipe
+
+
+def _conflicts(recipe: QuantizeRecipe) -> Iterator[Problem]:
+    """Yields what each value allows, but not all of them together."""
+    steps = recipe.quantization
+    if not steps:
+        yield Problem("quantization", "names no method: one of nearest, gptq, awq", None)
+        return
+    if isinstance(steps[-1], SmoothQuant):
+        yield Problem(
+            "quantization", "smoothquant only moves outliers: name nearest, gptq or awq behind it, which rounds", None
+        )
+    for number, step in enumerate(steps[:-1]):
+        if not isinstance(step, SmoothQuant):
+            yield Problem(f"quantization.{number}", f"{step.kind} rounds, and nothing can follow it", None)
+    if sum(isinstance(step, SmoothQuant) for step in steps) > 1:
+        yield Problem("quantization", "names smoothquant twice: its second factors would undo the first", None)
+    if recipe.needs_calibration and recipe.calibration is None:
+        kinds = ", ".join(step.kind for step in steps)
+        yield Problem("quantization", f"{kinds} looks at rows: add `calibration: rows.json#256`, or use nearest", None)
+    if recipe.calibration is not None and not recipe.calibration.data:
+        yield Problem("calibration.data", "names no rows", None)
