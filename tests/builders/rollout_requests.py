@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -62,6 +62,7 @@ def slowly(
     sample: int = 0,
     virtual_token_ids: Sequence[int] = (),
     guess: Sequence[int] = (),
+    attention: Callable[[tuple[int, ...]], Any] = ReferenceAttention,
 ) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities without a cache: the whole text goes through the model for every token.
 
@@ -77,7 +78,7 @@ def slowly(
             for place in range(first, len(tokens) + 1)
         ]
         with torch.no_grad():
-            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), ReferenceAttention((0, len(tokens))))
+            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attention((0, len(tokens))))
             drawn = draw(model.logits(hidden[first - 1 :]), rows)
         certain = 1
         while certain < len(rows) and drawn.tokens[certain - 1] == guessed[certain - 1]:

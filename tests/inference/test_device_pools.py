@@ -90,11 +90,11 @@ def test_answers_are_those_of_one_device(name: str, room: str) -> None:
 def test_each_device_has_memory_for_its_own_layers() -> None:
     pool = engine_of(CONFIGS["dense"], MAP, **ROOMY)._runner.pool
     assert isinstance(pool, DevicePools)
-    sizes = {device: sum(x.nbytes for x in each._storage.values()) for device, each in pool._pools.items()}
+    sizes = {device: sum(x.nbytes for (x,) in each._storage.values()) for device, each in pool._pools.items()}
     assert sizes["cpu:0"] == sizes["cpu:2"] == sizes["cpu:1"] // 2 > 0
     assert sum(sizes.values()) <= 0.01 * 2**30
     for layer, device in enumerate(MAP.layers):
-        storage = {x.untyped_storage().data_ptr() for x in pool._pools[device]._storage.values()}
+        storage = {x.untyped_storage().data_ptr() for (x,) in pool._pools[device]._storage.values()}
         assert {x.untyped_storage().data_ptr() for x in pool.tensors(layer)} <= storage
 
 

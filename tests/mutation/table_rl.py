@@ -97,8 +97,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "inference/fused_decoder.py",
-        "kept, x = kept.index_select(2, rows.live), x.index_select(0, rows.live)",
-        "kept, x = kept[:, :, : len(rows.live)], x.index_select(0, rows.live)",
+        "kept if rows.live is None else kept.index_select(2, rows.live)",
+        "kept if rows.live is None else kept[:, :, : len(rows.live)]",
         "inference/test_fused_decoder.py",
         "test_answers_that_end_leave_the_others_alone",
     ),

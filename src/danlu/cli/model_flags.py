@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 
@@ -63,6 +63,9 @@ Quantization = Annotated[
 CacheGib = Annotated[
     float | None,
     typer.Option(help="The most memory for keys and values, in GiB. Default: 2, or what the longest answer takes."),
+]
+Cache = Annotated[
+    Literal["auto", "fp8", "int8"], typer.Option(help="Keys and values in the type of activations, or in 8 bits.")
 ]
 Draft = Annotated[
     str | None,
@@ -216,6 +219,7 @@ class EngineFlags:
 
     cache_gib: CacheGib = None
     draft: Draft = None
+    cache: Cache = "auto"
 
     def options(self, resolved: ResolvedModel) -> EngineOptions:
         """The engine's options. Raises RecipeError for --cache-gib, ModelError for a draft model that does not fit."""
@@ -224,7 +228,8 @@ class EngineFlags:
 
         if self.cache_gib is not None and not self.cache_gib > 0:
             raise RecipeError(f"--cache-gib: {self.cache_gib:g} is out of range; it must be above 0")
-        options = EngineOptions() if self.cache_gib is None else EngineOptions(cache_gib=self.cache_gib)
+        options = EngineOptions(cache=self.cache)
+        options = options if self.cache_gib is None else replace(options, cache_gib=self.cache_gib)
         if self.draft is None:
             return options
         if self.draft == "ngram":

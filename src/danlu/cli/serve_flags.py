@@ -20,6 +20,9 @@ class EngineFlags:
     """The engine's settings."""
 
     cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0
+    cache: Annotated[
+        Literal["auto", "fp8", "int8"], typer.Option(help="Keys and values in the type of activations, or in 8 bits.")
+    ] = "auto"
     sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256
     adapters_root: Annotated[
         Path | None,
@@ -44,7 +47,12 @@ class EngineFlags:
 
         draft = DraftOptions(tokens=self.draft_tokens) if self.draft_tokens else None
         return EngineOptions(
-            cache_gib=self.cache_gib, sequences=self.sequences, draft=draft, exact=exact, routes=routes
+            cache_gib=self.cache_gib,
+            cache=self.cache,
+            sequences=self.sequences,
+            draft=draft,
+            exact=exact,
+            routes=routes,
         )
 
 

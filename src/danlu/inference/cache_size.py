@@ -23,7 +23,7 @@ def cache_sizes(
     dtype: of activations. All stages of a pipeline call it.
     """
     routes = model.config.route_shape if options.routes else None
-    own = CacheSizes.of(layer_caches(model), options.block, dtype.itemsize, routes)
+    own = CacheSizes.of(layer_caches(model), options.block, dtype.itemsize, routes, options.cache)
     return own if pipeline is None else CacheSizes.largest(pipeline.all_gather(own))
 
 

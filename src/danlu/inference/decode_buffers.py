@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from danlu.core.device_moves import copy_to
 from danlu.inference.scheduler import Chunk
 from danlu.models.block_attention import attention_scores
 from danlu.planning.cache_memory import DECODE_BUFFER_BYTES, DECODE_ROOM
+
+if TYPE_CHECKING:
+    from danlu.inference.pool import Blocks
 
 # But not where this many times as much would be kept as is seen, because one sequence is longer than the others.
 MOST_PADDING = 1.25
@@ -93,7 +97,7 @@ class DecodeBuffers:
             place += goes_on
         return rows if place == len(chunks) and len(rows) - place <= ENDED_SHARE * len(rows) else None
 
-    def empty(self, layer: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def empty(self, layer: int, shape: tuple[int, ...], like: Blocks) -> Tensor:
         """Returns uninitialised memory for the buffers of a layer, of this shape."""
         size = math.prod(shape)
         storage = self._storage.get(layer)
@@ -149,7 +153,7 @@ class DecodeRows:
         layer: int,
         q: Tensor,
         new: tuple[Tensor, ...],
-        pool: tuple[Tensor, ...],
+        pool: tuple[Blocks, ...],
         scale: float,
         *,
         value_width: int | None = None,
@@ -172,7 +176,7 @@ class DecodeRows:
         layer: int,
         q: Tensor,
         new: Tensor,
-        pool: tuple[Tensor, ...],
+        pool: tuple[Blocks, ...],
         scale: float,
         *,
         value_width: int | None = None,
@@ -207,7 +211,7 @@ class DecodeRows:
             probabilities.mul_(torch.sigmoid(scores.logsumexp(-1, keepdim=True) - of_sinks))
         return torch.bmm(probabilities.to(values.dtype), values).view(count, -1, values.shape[-1])
 
-    def _update(self, layer: int, new: Tensor, pool: tuple[Tensor, ...], value_width: int | None) -> _Layer:
+    def _update(self, layer: int, new: Tensor, pool: tuple[Blocks, ...], value_width: int | None) -> _Layer:
         """The buffers of a layer, with the new tokens [kinds, Q, K, C]."""
         layers = self._buffers._layers
         own = layers.get(layer)
@@ -227,7 +231,7 @@ class DecodeRows:
             own.buffers.view(-1, width).index_copy_(0, self._slots[kinds, heads], new.reshape(-1, width))
         return own
 
-    def _gathered(self, layer: int, pool: tuple[Tensor, ...]) -> Tensor:
+    def _gathered(self, layer: int, pool: tuple[Blocks, ...]) -> Tensor:
         """Makes new buffers [kinds, Q, K, capacity, C] with the sequences' entries of the blocks [N, K, B, C]."""
         _, heads, block, width = pool[0].shape
         count = len(self._chunks)
@@ -235,7 +239,10 @@ class DecodeRows:
         rows = self._table_of(heads, block)
         stop = len(rows) // (count * heads) * block
         for buffer, blocks in zip(buffers, pool, strict=True):
-            gathered = blocks.view(-1, block * width).index_select(0, rows)
+            if isinstance(blocks, Tensor):
+                gathered = blocks.view(-1, block * width).index_select(0, rows)
+            else:
+                gathered = blocks.of_heads(rows)
             buffer[:, :, :stop] = gathered.view(count, heads, -1, width)
         if not self._same:  # a short sequence does not see what a long one will have here, but 0 times NaN is NaN
             buffers[:, :, :, stop:] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from danlu.inference.paged import PagedAttention
 from danlu.inference.pool import CachePool
 from danlu.inference.scheduler import Plan
 from danlu.models.recurrent_order import RecurrentCache, RecurrentOrder, RecurrentRuns
+from danlu.planning.cache_memory import CacheKind
+
+if TYPE_CHECKING:
+    from danlu.inference.pool import Blocks
 
 
 class DevicePools:
@@ -34,6 +39,7 @@ class DevicePools:
         dtype: torch.dtype,
         host_blocks: int = 0,
         slots: int = 0,
+        cache: CacheKind = "auto",
     ) -> None:
         self.blocks, self.host_blocks = blocks, host_blocks
         self._devices = tuple(devices)
@@ -49,6 +55,7 @@ class DevicePools:
                 device=torch.device(device),
                 host_blocks=host_blocks,
                 slots=slots,
+                cache=cache,
             )
             for device in dict.fromkeys(devices)
         }
@@ -72,7 +79,7 @@ class DevicePools:
         """Attention of the plan's chunks, laid end to end, of each layer over the cache on its device."""
         return AttentionByDevice({device: pool.attend(plan) for device, pool in self._pools.items()}, self._devices)
 
-    def tensors(self, layer: int) -> tuple[Tensor, ...]:
+    def tensors(self, layer: int) -> tuple[Blocks, ...]:
         """Returns a layer's tensors, as `CachePool.tensors`."""
         return self._pools[self._devices[layer]].tensors(layer)
 

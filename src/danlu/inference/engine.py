@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from danlu.inference.request import Completion, Request
-from danlu.planning.cache_memory import EngineBounds
+from danlu.planning.cache_memory import CacheKind, EngineBounds
 
 PauseMode = Literal["abort", "keep"]
 """The treatment of unfinished requests: they end as they are, or stay where they are until `resume`. As in vLLM's
@@ -66,14 +66,17 @@ class DraftOptions:
 class EngineOptions:
     """Settings of the embedded engine.
 
-    None of them changes an answer but two: a draft model where tokens are drawn, which leaves their distribution as it
-    is, and `exact`, which is about rounding.
+    None of them changes an answer but three: a draft model where tokens are drawn, which leaves their distribution as
+    it is, and `exact` and `cache`, which are about rounding.
     """
 
     block: int = 16
     """The number of tokens in a block of the cache."""
     cache_gib: float = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
+    cache: CacheKind = "auto"
+    """auto keeps keys and values in the type of activations; fp8 and int8 as codes with a scale for each token and
+    head (`encoded_blocks`)."""
     packed_gib: float = 2.0
     """The most memory of copies of weights in the order in which a CPU multiplies fastest; 0: none are made but those
     that have another type than the weights."""
@@ -106,6 +109,7 @@ class EngineOptions:
             self.prefix_sharing,
             0 if self.draft is None else self.draft.tokens,
             self.routes,
+            self.cache,
         )
 
 

@@ -149,17 +149,28 @@ class FusedDecoder:
                 qkv = torch.cat((layer.head_norm(qkv[:, :normed]), qkv[:, normed:]), dim=1)
             qkv = (qkv * cos).addcmul_(qkv.roll(width // 2, -1), sin)
             keys_values = qkv[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)  # [2, Q, K, C]
+            if pool.is_encoded:
+                keys_values = _written(number, keys_values, rows, pool)
             new.append(keys_values)
             mixed = rows.attend_rows(number, qkv[:, :heads], keys_values, pool.tensors(number), self._scale)
             x = layer.o.plus(mixed.view(count, -1), x)
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)  # [Q, F]
             gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
             x = layer.down.plus(gate.mul_(up), x)
-        kept = torch.stack(new)  # [L, 2, Q, K, C]
         if rows.live is not None:
-            kept, x = kept.index_select(2, rows.live), x.index_select(0, rows.live)
-        pool.write_layers(kept)
+            x = x.index_select(0, rows.live)
+        if not pool.is_encoded:
+            kept = torch.stack(new)  # [L, 2, Q, K, C]
+            pool.write_layers(kept if rows.live is None else kept.index_select(2, rows.live))
         return self._norm(x)
+
+
+def _written(layer: int, entries: Tensor, rows: DecodeRows, pool: CachePool) -> Tensor:
+    """Writes entries [2, rows, K, C] of a layer to a pool that encodes them, and returns them as they are read."""
+    if rows.live is None:
+        return torch.stack(pool.write(layer, *entries))
+    pool.write(layer, *entries.index_select(1, rows.live))
+    return torch.stack(pool.rounded(layer, *entries))
 
 
 def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Product | None:

@@ -84,6 +84,11 @@ class ModelRunner:
         self._fused: FusedDecoder | None = None
         self._fused_is_known = False
         if self.exact:
+            if options.cache != "auto":
+                raise ModelError(
+                    f"rollout.cache: {options.cache} rounds the keys and values that training attends to as they are: "
+                    "numerics: exact cannot hold. Leave one out"
+                )
             if model.config.has_states:
                 raise ModelError(NOT_EXACT)
             batch_invariant.enable()
@@ -107,11 +112,18 @@ class ModelRunner:
         self.pool: CachePool | DevicePools
         if model.device_map is None:
             self.pool = CachePool(
-                layer_caches(model), dtype=self.dtype, device=self.device, route_shape=routes, **counts
+                layer_caches(model),
+                dtype=self.dtype,
+                device=self.device,
+                route_shape=routes,
+                cache=options.cache,
+                **counts,
             )
         else:
             assert routes is None and not self.exact, "the recipe's rules refuse both on several devices"
-            self.pool = DevicePools(layer_caches(model), model.device_map.layers, dtype=self.dtype, **counts)
+            self.pool = DevicePools(
+                layer_caches(model), model.device_map.layers, dtype=self.dtype, cache=options.cache, **counts
+            )
 
     def run(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
         """Runs one pass; returns the next token of each answer with all known tokens computed, or several where

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +27,7 @@ from danlu.models.recurrent_order import RecurrentRuns
 from danlu.models.segments import Segment
 
 if TYPE_CHECKING:
-    from danlu.inference.pool import CachePool
+    from danlu.inference.pool import Blocks, CachePool
 
 # Chunks of up to so many tokens, such as a draft that is checked, are attended query by query.
 FEW_TOKENS = 8
@@ -69,6 +69,7 @@ class PagedAttention:
         self.pool = pool
         self._plan = plan
         self._runs: list[tuple[slice, Callable[..., Tensor]]] = []
+        self._rounded: dict[int, tuple[Tensor, ...]] = {}  # by layer, where entries are encoded
         start = 0
         for kind, several in itertools.groupby(plan.chunks, _kind):
             chunks = list(several)
@@ -101,9 +102,13 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, H, W]
         if keys.layer is None:
-            self.pool.write(layer, *keys.stored)
+            stored = self.pool.write(layer, *keys.stored)
+            if self.pool.is_encoded:  # every query sees what later ones will, whatever the chunks are
+                self._rounded[layer], keys = stored, replace(keys, stored=stored)
         else:  # they are in the cache of the layer that made them, which has run in this pass
             layer = keys.layer
+            if self.pool.is_encoded:
+                keys = replace(keys, stored=self._rounded[layer])
         scoring = _Scoring(scale, window, softcap, sinks)
         if len(self._runs) == 1:
             return self._runs[0][1](layer, q, keys, scoring)
@@ -190,8 +195,10 @@ class _ByQuery:
         if self._rows is not None and scoring.softcap is None and sees_all:
             sinks = scoring.sinks
             out = self._rows.attend(layer, q, keys.stored, stored, scoring.scale, value_width=width, sinks=sinks)
+        elif self.pool.is_encoded:
+            out = self._expanded.over_blocks(q, self._expanded.decoded(stored), width, scoring)
         else:
-            out = self._over_pool(q, stored, width, scoring)
+            out = self._over_pool(q, tuple(x for x in stored if isinstance(x, Tensor)), width, scoring)
         return out if absorb is None else absorb.outputs(out)
 
     @cached_property
@@ -200,7 +207,7 @@ class _ByQuery:
 
 
 class _ExpandedBlocks:
-    """Keys and values expanded from the stored entries of the blocks that queries read, each block once."""
+    """Keys and values of the blocks that queries read, each block once: expanded from stored entries, or decoded."""
 
     def __init__(self, queries: Sequence[Query], pool: CachePool) -> None:
         places: dict[int, int] = {}  # of a block among these
@@ -218,7 +225,11 @@ class _ExpandedBlocks:
         # Of these blocks by their place among them.
         self.over_blocks = _OverBlocks(renumbered, pool.block, pool.device)
 
-    def keys_and_values(self, expand: Expand, pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def decoded(self, pool: tuple[Blocks, ...]) -> tuple[Tensor, ...]:
+        """Returns the stored entries [U, *lead, B, width] of these blocks."""
+        return tuple(x.index_select(0, self._blocks) for x in pool)
+
+    def keys_and_values(self, expand: Expand, pool: tuple[Blocks, ...]) -> tuple[Tensor, ...]:
         """Expands stored entries [N, *lead, B, width] to keys [U, K, B, C] and values [U, K, B, W]."""
         stored = [x.index_select(0, self._blocks).movedim(-2, 1).flatten(0, 1) for x in pool]  # [U*B, *lead, width]
         shape = len(self._blocks), -1

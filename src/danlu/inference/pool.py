@@ -7,8 +7,10 @@ N blocks · B tokens of a block · T tokens of a pass, flat · S tokens of one s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +23,12 @@ from danlu.inference.paged import PagedAttention
 from danlu.inference.route_cache import RouteCache
 from danlu.inference.scheduler import Plan
 from danlu.inference.state_pool import StatePool
-from danlu.planning.cache_memory import block_bytes
+from danlu.planning.cache_memory import TILE, CacheKind, block_bytes
+
+if TYPE_CHECKING:
+    from danlu.inference.encoded_blocks import EncodedBlocks
+
+    Blocks = Tensor | EncodedBlocks
 
 ROUTE_DTYPE = torch.int16
 ALIGNMENT = 64
@@ -37,7 +44,8 @@ class CachePool:
 
     host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: of states, a slot for
     each sequence that runs, where layers keep some (`states`). route_shape: (layers with experts, experts of a token)
-    where it is recorded which experts tokens go to (`routes`).
+    where it is recorded which experts tokens go to (`routes`). cache: fp8 and int8 keep entries as codes with scales
+    (`encoded_blocks`), which move together.
     """
 
     def __init__(
@@ -51,7 +59,9 @@ class CachePool:
         host_blocks: int = 0,
         slots: int = 0,
         route_shape: tuple[int, int] | None = None,
+        cache: CacheKind = "auto",
     ) -> None:
+        self.cache: CacheKind = cache
         self.slots, self.route_shape = slots, route_shape
         self.routes: RouteCache | None = None
         self.states: StatePool | None = None
@@ -60,9 +70,10 @@ class CachePool:
         self.dtype, self.device = dtype, device
         self.token_bytes = block_bytes(layers, 1, dtype.itemsize)
         self.decode_buffers = DecodeBuffers(block, device)
-        self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
-        self._host: dict[tuple[int, ...], Tensor] = {}
-        self._views: list[tuple[Tensor, ...]] = []
+        # By shape of a token: [layers and kinds, N, *lead, B, C], and of encoded entries their scales too.
+        self._storage: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._host: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._views: list[tuple[Blocks, ...]] = []
         self._slots = Slots(Plan(), block, device)
         self.allocate()
 
@@ -70,43 +81,70 @@ class CachePool:
         """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""
         shapes = [shape for layer in self.layers for shape in layer.shapes]
         for shape in dict.fromkeys(shapes):
-            *lead, width = shape
-            count = shapes.count(shape)
-            self._storage[shape] = _zeros((count, self.blocks, *lead, self.block, width), self.dtype, self.device)
+            *lead, _ = shape
+            count, parts = shapes.count(shape), self._parts(shape)
+            self._storage[shape] = tuple(
+                _zeros((count, self.blocks, *lead, self.block, width), dtype, self.device) for width, dtype in parts
+            )
             if self.host_blocks:
-                of_host = (count, self.host_blocks, *lead, self.block, width)
-                self._host[shape] = _host_zeros(of_host, self.dtype, pinned=self.device.type == "cuda")
+                of_host, pinned = (count, self.host_blocks, *lead, self.block), self.device.type == "cuda"
+                self._host[shape] = tuple(
+                    _host_zeros((*of_host, width), dtype, pinned=pinned) for width, dtype in parts
+                )
         if self.route_shape is not None:
             of_block = (self.block, *self.route_shape)
             host = _host_zeros((self.host_blocks, *of_block), ROUTE_DTYPE, pinned=False) if self.host_blocks else None
             self.routes = RouteCache(_zeros((self.blocks, *of_block), ROUTE_DTYPE, self.device), host)
-        next_of: dict[tuple[int, ...], Iterator[Tensor]] = {shape: iter(x) for shape, x in self._storage.items()}
+        next_of = {shape: self._blocks_of(parts) for shape, parts in self._storage.items()}
         self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
         if self.slots:
             self.states = StatePool(self.layers, self.slots, self.dtype, self.device)
+
+    def _parts(self, shape: tuple[int, ...]) -> list[tuple[int, torch.dtype]]:
+        """Returns (width, type) of each tensor that keeps entries of a shape."""
+        if self.cache == "auto":
+            return [(shape[-1], self.dtype)]
+        from danlu.inference.encoded_blocks import CODE_DTYPES
+
+        return [(shape[-1], CODE_DTYPES[self.cache]), (-(-shape[-1] // TILE), torch.float32)]
+
+    def _blocks_of(self, parts: tuple[Tensor, ...]) -> Iterator[Blocks]:
+        """Yields the blocks of each layer and kind in the tensors of a shape."""
+        if self.cache == "auto":
+            yield from parts[0]
+            return
+        from danlu.inference.encoded_blocks import EncodedBlocks
+
+        for codes, scales in zip(*parts, strict=True):
+            yield EncodedBlocks(codes, scales, self.cache, self.dtype)
 
     def release(self) -> None:
         """Gives the memory back, with all that was cached, until `allocate`."""
         self._storage, self._host, self._views, self.states, self.routes = {}, {}, [], None, None
         self.decode_buffers.clear()
 
-    def tensors(self, layer: int) -> tuple[Tensor, ...]:
-        """The blocks of a layer, [N, *lead, B, C] for each of its shapes."""
+    @property
+    def is_encoded(self) -> bool:
+        """Whether entries are kept as codes with scales."""
+        return self.cache != "auto"
+
+    def tensors(self, layer: int) -> tuple[Blocks, ...]:
+        """The blocks of a layer, [N, *lead, B, C] for each of its shapes; encoded where the pool's entries are."""
         return self._views[layer]
 
     def carry_out(self, plan: Plan) -> None:
         """Moves, copies and clears blocks as the plan has it, and makes `write` write to the slots of its chunks."""
         if plan.swapped_out:
             source, target = _pairs(plan.swapped_out)
-            for shape, blocks in self._storage.items():
-                self._host[shape][:, target] = blocks[:, source.to(self.device)].to("cpu")
+            for host, blocks in self._with_host():
+                host[:, target] = blocks[:, source.to(self.device)].to("cpu")
         if plan.swapped_in:
             source, target = _pairs(plan.swapped_in)
-            for shape, blocks in self._storage.items():
-                blocks[:, target.to(self.device)] = self._host[shape][:, source].to(self.device)
+            for host, blocks in self._with_host():
+                blocks[:, target.to(self.device)] = host[:, source].to(self.device)
         if plan.copies:
             source, target = (self.index(numbers) for numbers in zip(*plan.copies, strict=True))
-            for blocks in self._storage.values():
+            for blocks in itertools.chain.from_iterable(self._storage.values()):
                 blocks.index_copy_(1, target, blocks.index_select(1, source))
         if self.routes is not None:
             self.routes.carry_out(plan)
@@ -115,9 +153,14 @@ class CachePool:
             self.states.copy(plan.state_copies)
         if plan.fresh:  # what was left there may be NaN, and a probability of 0 times NaN is NaN
             fresh = self.index(plan.fresh)
-            for blocks in self._storage.values():
+            for blocks in itertools.chain.from_iterable(self._storage.values()):
                 blocks.index_fill_(1, fresh, 0)
         self._slots = Slots(plan, self.block, self.device)
+
+    def _with_host(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor of the host's pool with the one that its blocks come from."""
+        for shape, parts in self._storage.items():
+            yield from zip(self._host[shape], parts, strict=True)
 
     def attend(self, plan: Plan) -> PagedAttention:
         """Attention of the plan's chunks, laid end to end."""
@@ -127,12 +170,23 @@ class CachePool:
         """The rows of a plan that brings one token to each sequence; None where buffers for them would be too large."""
         return self.decode_buffers.rows_of(plan.chunks, self.token_bytes)
 
-    def write(self, layer: int, *rows: Tensor) -> None:
-        """Writes a layer's entries of the latest plan's tokens, [T, *lead, C] each."""
+    def write(self, layer: int, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Writes a layer's entries of the latest plan's tokens, [T, *lead, C] each, and returns them as they are read:
+        rounded where entries are encoded."""
+        read = []
         for blocks, new in zip(self._views[layer], rows, strict=True):
-            width = new.shape[-1]
-            heads = math.prod(new.shape[1:-1])
-            blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
+            slots, width = self._slots.rows(math.prod(new.shape[1:-1])), new.shape[-1]
+            if isinstance(blocks, Tensor):
+                blocks.view(-1, width).index_copy_(0, slots, new.reshape(-1, width))
+                read.append(new)
+            else:
+                read.append(blocks.write(slots, new))
+        return tuple(read)
+
+    def rounded(self, layer: int, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Returns entries [.., *lead, C] of a layer as they are read once they are written."""
+        views = zip(self._views[layer], rows, strict=True)
+        return tuple(new if isinstance(blocks, Tensor) else blocks.rounded(new) for blocks, new in views)
 
     def write_routes(self, routes: Tensor) -> None:
         """Keeps the experts that the tokens of the plan that was carried out last went to, [T, L, k] int16."""
@@ -141,7 +195,7 @@ class CachePool:
 
     def write_layers(self, rows: Tensor) -> None:
         """`write` for all layers at once, where each keeps tensors of one shape: [layers, kinds, T, heads, C]."""
-        (storage,) = self._storage.values()  # [layers * kinds, N, heads, B, C]
+        ((storage,),) = self._storage.values()  # [layers * kinds, N, heads, B, C]
         heads, width = rows.shape[-2:]
         new = rows.reshape(len(storage), -1, width)
         storage.view(len(storage), -1, width).index_copy_(1, self._slots.rows(heads), new)
@@ -151,7 +205,12 @@ class CachePool:
 
         blocks: their numbers in order, int64 on the pool's device.
         """
-        return tuple(view.movedim(-2, 1)[blocks].flatten(0, 1)[:tokens] for view in self._views[layer])
+        return tuple(
+            view.movedim(-2, 1)[blocks].flatten(0, 1)[:tokens]
+            if isinstance(view, Tensor)
+            else view.index_select(0, blocks).movedim(-2, 1).flatten(0, 1)[:tokens]
+            for view in self._views[layer]
+        )
 
     def index(self, numbers: Sequence[int]) -> Tensor:
         """Numbers as int64 on the pool's device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from danlu.core.errors import ResourceError
 from danlu.core.layer_types import LayerCache
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from danlu.recipe import Recipe
 
 GIB = 2**30
+CacheKind = Literal["auto", "fp8", "int8"]
+"""How keys and values are kept: in the type of activations, or as 8-bit codes with scales."""
+TILE = 128
+"""Features of a token's entry that share a scale where entries are encoded."""
 ROUTE_BYTES = 2
 """Bytes of the number of an expert, where the routes of tokens are recorded."""
 DECODE_BUFFER_BYTES = 128 << 20
@@ -46,6 +50,7 @@ class EngineBounds:
     """Tokens of an answer that are proposed and checked in a pass, in addition to its last one."""
     routes: bool = False
     """Whether the experts of each token are recorded."""
+    cache: CacheKind = "auto"
 
     @classmethod
     def of(cls, recipe: Recipe) -> EngineBounds:
@@ -62,6 +67,7 @@ class EngineBounds:
             section.prefix_sharing,
             0 if section.draft is None else section.draft.tokens,
             replays_routes(recipe),
+            section.cache,
         )
 
     def for_texts(self, sizes: CacheSizes, lengths: Iterable[int], context_length: int) -> EngineBounds:
@@ -84,7 +90,12 @@ class CacheSizes:
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerCache], block: int, element_bytes: int, routes: tuple[int, int] | None = None
+        cls,
+        layers: Sequence[LayerCache],
+        block: int,
+        element_bytes: int,
+        routes: tuple[int, int] | None = None,
+        cache: CacheKind = "auto",
     ) -> CacheSizes:
         """Computes the sizes of the cache of some layers.
 
@@ -94,7 +105,7 @@ class CacheSizes:
         windows = [layer.window for layer in layers if layer.shapes]
         known = [window for window in windows if window is not None]
         return cls(
-            block_bytes(layers, block, element_bytes, routes),
+            block_bytes(layers, block, element_bytes, routes, cache),
             state_bytes(layers, element_bytes),
             max(known, default=1) if len(known) == len(windows) else None,
         )
@@ -103,7 +114,8 @@ class CacheSizes:
     def of_model(cls, config: ModelConfig, bounds: EngineBounds, element_bytes: int, ranks: int = 1) -> CacheSizes:
         """Computes the sizes of a whole model's cache on one of `ranks` tensor ranks."""
         routes = config.route_shape if bounds.routes else None
-        return cls.of([layer.mixer.cache(ranks) for layer in config.layers], bounds.block, element_bytes, routes)
+        layers = [layer.mixer.cache(ranks) for layer in config.layers]
+        return cls.of(layers, bounds.block, element_bytes, routes, bounds.cache)
 
     @classmethod
     def largest(cls, several: Sequence[CacheSizes]) -> CacheSizes:
@@ -161,10 +173,21 @@ class PoolSize:
 
 
 def block_bytes(
-    layers: Sequence[LayerCache], block: int, element_bytes: int, routes: tuple[int, int] | None = None
+    layers: Sequence[LayerCache],
+    block: int,
+    element_bytes: int,
+    routes: tuple[int, int] | None = None,
+    cache: CacheKind = "auto",
 ) -> int:
-    """The bytes of a block over some layers, with the routes of its tokens where they are recorded."""
-    of_token = element_bytes * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+    """The bytes of a block over some layers, with the routes of its tokens where they are recorded.
+
+    Encoded entries take a byte for each number, and four for each `TILE` of a head's.
+    """
+    shapes = [shape for layer in layers for shape in layer.shapes]
+    if cache == "auto":
+        of_token = element_bytes * sum(math.prod(shape) for shape in shapes)
+    else:
+        of_token = sum(math.prod(lead) * (width + _FLOAT32_BYTES * -(-width // TILE)) for *lead, width in shapes)
     return block * (of_token + (0 if routes is None else ROUTE_BYTES * math.prod(routes)))
 
 

@@ -115,6 +115,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
     return EngineOptions(
         block=section.block,
         cache_gib=section.cache_gib,
+        cache=section.cache,
         packed_gib=section.packed_gib,
         batch_tokens=section.batch_tokens,
         sequences=section.sequences,

@@ -136,6 +136,12 @@ def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.tensor > 1:
         message = "tensor ranks add their sums in an order of their own. Use parallel.tensor: 1, or numerics: fast"
         yield Problem("parallel.tensor", message, reads=("numerics",))
+    if section.cache != "auto":
+        message = (
+            f"{section.cache} rounds the keys and values that training attends to as they are. Leave it out, or use "
+            "numerics: fast"
+        )
+        yield Problem("rollout.cache", message, reads=("numerics",))
     if section.engine in ("vllm", "sglang"):
         message = (
             f"{section.engine} has kernels of its own, which do not round as the trainer's do. "

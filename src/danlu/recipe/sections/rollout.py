@@ -104,7 +104,7 @@ _EMBEDDED = ReadWith(
 
 class Rollout(Section):
     """The engine that samples from the policy, and for stage rl how. Of the engine's own settings none but `draft`
-    changes an answer, and that one keeps the distribution which answers are drawn from."""
+    and `cache` changes an answer: `draft` keeps the distribution which answers are drawn from, `cache` rounds."""
 
     short = "engine"
 
@@ -168,6 +168,10 @@ class Rollout(Section):
     """The page size: tokens with keys and values that are kept together."""
     cache_gib: Annotated[float, Field(gt=0), _EMBEDDED] = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
+    cache: Annotated[Literal["auto", "fp8", "int8"], _EMBEDDED] = "auto"
+    """auto keeps keys and values in the type of activations; fp8 (E4M3) and int8 as 8-bit codes with a scale for each
+    token and head: about a quarter of float32's memory, half of bf16's. Answers then differ by rounding from what the
+    trainer computes, which policy_gradient.importance corrects; not with numerics: exact."""
     packed_gib: Annotated[NonNegative, _EMBEDDED] = 2.0
     """embedded, on a CPU: the most memory of copies of weights in the order in which oneDNN multiplies fastest.
     numerics: exact makes none."""
