@@ -195,7 +195,10 @@ class StepPlanner:
 
     def _without_messages(self, stage: int) -> RankMemory:
         """The memory of a stage's process at the peak of a step, at the least."""
-        section, states = self.workload.recipe.parallel.pipeline, self._cache.stage_of(self.workload, self.layout, stage)
+        section, states = (
+            self.workload.recipe.parallel.pipeline,
+            self._cache.stage_of(self.workload, self.layout, stage),
+        )
         per_stage = num_chunks(section) // section.stages
         costs = self._cache.costs_of(self.workload, self.layout, states, self._largest)
         local = self.workload.chunks(stage).local
