@@ -2,38 +2,23 @@
 
 A message stands in its rank's list directly behind the pass that makes it (`parallel.schedules.messages`), and a rank
 never waits for what it has made itself. So of a pass only the end of the one before on its rank counts, and the arrival
-of the one message that it takes. The order of the passes is kept for each schedule, and serves any seconds.
+of the one message that it takes. Micro-batches go through a chunk in their order, so that it is the chunk's next one,
+and passes are told apart by no more than their chunk and their kind.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.parallel.schedules import Action, placement
-from danlu.parallel.schedules.schedule import compute_orders
+from danlu.parallel.schedules import placement
+from danlu.parallel.schedules.compute_order import PASSES
+from danlu.parallel.schedules.schedule import compute_codes
 from danlu.planning.step_walk import ChunkCost
 
-_NONE = -1
-_PASSES = ("forward", "input", "weight", "backward")
-
-
-class PassOrder(NamedTuple):
-    """The passes of all ranks in an order in which each comes after all that it waits for, as columns."""
-
-    rank: array[int]
-    work: array[int]
-    """4 x chunk + the number of the pass's kind."""
-    waits_for: array[int]
-    """The number of the message that it takes; -1: none, or its rank has made that itself."""
-    route: array[int]
-    """The number of the pair of ranks that its result goes between; -1: it stays."""
-    completes: array[int]
-    """The chunk with gradients that are complete then, and summed over data ranks; -1: none."""
-    routes: int
-    """How many such pairs there are."""
+_GRADIENTS = tuple(PASSES.index(kind) for kind in ("weight", "backward"))
 
 
 def pipeline_seconds(
@@ -49,104 +34,114 @@ def pipeline_seconds(
     costs: of each chunk of the model. updates: seconds of the optimizer on each rank. Raises RecipeError where there is
     no such schedule.
     """
-    order = pass_order(kind, stages, chunks, micro_batches)
-    seconds = [each for cost in costs for each in _pass_seconds(cost)]
-    sends = [cost.send for cost in costs for _ in _PASSES]
-    updates_each = kind == "pipedream"
-    free, sums = [0.0] * stages, [0.0] * stages  # when each rank is free, and its last sum of gradients ends
-    busy = [0.0] * order.routes  # when each route's last message has arrived
-    arrivals: list[float] = []
-    columns = order.rank, order.work, order.waits_for, order.route, order.completes
-    for rank, work, waits_for, route, completed in zip(*columns, strict=True):
-        end = free[rank]
-        if waits_for >= 0 and arrivals[waits_for] > end:
-            end = arrivals[waits_for]
-        end += seconds[work]
-        free[rank] = end
-        if route >= 0:
-            busy[route] = max(end, busy[route]) + sends[work]
-            arrivals.append(busy[route])
-        if completed >= 0:
-            sums[rank] = max(end, sums[rank]) + costs[completed].reduce
-            if updates_each:
-                free[rank] = sums[rank] + updates[rank]
-    if updates_each:
-        return max(*free, *sums)
-    return max(max(pair) + update for *pair, update in zip(free, sums, updates, strict=True))
+    lists = _pass_lists(kind, stages, chunks, micro_batches)
+    ends = _Ends(placement(kind, stages, chunks), costs, updates, updates_each=kind == "pipedream")
+    waiting = [_Waiting(rank, codes, 0) for rank, codes in enumerate(lists)]
+    while waiting:
+        behind = [each for each in map(ends.advance, waiting) if each is not None]
+        assert sum(each.position for each in behind) > sum(each.position for each in waiting) or len(behind) < len(
+            waiting
+        ), "ranks wait for each other for ever"
+        waiting = behind[::-1]  # gradients go the other way
+    return ends.step()
+
+
+@lru_cache(maxsize=64)
+def _pass_lists(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """The computations of each rank; those behind which a chunk's gradients are summed have -1 - their number."""
+    lists = []
+    for codes in compute_codes(kind, stages, chunks, micro_batches):
+        places = [place for place, code in enumerate(codes) if code % len(PASSES) in _GRADIENTS]
+        last = places if kind == "pipedream" else {codes[place] // len(PASSES): place for place in places}.values()
+        for place in last:
+            codes[place] = -1 - codes[place]
+        lists.append(tuple(codes))
+    return tuple(lists)
+
+
+class _Waiting(NamedTuple):
+    """A rank that has not ended its list."""
+
+    rank: int
+    codes: Sequence[int]
+    position: int
+
+
+class _Ends:
+    """When each rank has ended what it has done so far, and the arrivals of messages that no pass has taken yet."""
+
+    def __init__(
+        self,
+        local: Sequence[Sequence[int]],
+        costs: Sequence[ChunkCost],
+        updates: Sequence[float],
+        *,
+        updates_each: bool,
+    ) -> None:
+        self._costs, self._updates, self._updates_each = costs, updates, updates_each
+        self._seconds = [each for cost in costs for each in _pass_seconds(cost)]
+        self._sends = [cost.send for cost in costs for _ in PASSES]
+        self._free, self._sums = [0.0] * len(local), [0.0] * len(local)  # `_sums`: the last sum of gradients ends
+        rank_of = {chunk: rank for rank, chunks in enumerate(local) for chunk in chunks}
+        self._routes: list[int | None] = [None] * len(self._seconds)
+        """By pass, the number of the pair of ranks that its result goes between; None: it stays."""
+        self._takes: list[deque[float] | None] = [None] * len(self._seconds)
+        """By pass, the messages for it; None: it takes none."""
+        self._gives: list[deque[float] | None] = [None] * len(self._seconds)
+        routes: dict[tuple[int, int], int] = {}
+        for chunk, rank in rank_of.items():
+            for kinds, other in (((0,), chunk + 1), ((1, 3), chunk - 1)):  # forward; input, backward
+                if rank_of.get(other, rank) == rank:
+                    continue
+                messages: deque[float] = deque()
+                for number in kinds:
+                    code, taker = len(PASSES) * chunk + number, len(PASSES) * other + number
+                    self._routes[code] = routes.setdefault((rank, rank_of[other]), len(routes))
+                    self._gives[code] = self._takes[taker] = messages
+        self._busy = [0.0] * len(routes)
+        """When each route's last message has arrived."""
+
+    def advance(self, waiting: _Waiting) -> _Waiting | None:
+        """Takes a rank as far as it can go; None where that is the end of its list."""
+        rank, codes, position = waiting
+        takes, gives, seconds, sends = self._takes, self._gives, self._seconds, self._sends
+        routes, busy, now = self._routes, self._busy, self._free[rank]
+        while position < len(codes):
+            code = codes[position]
+            sums = code < 0
+            if sums:
+                code = -1 - code
+            if (messages := takes[code]) is not None:
+                if not messages:
+                    self._free[rank] = now
+                    return _Waiting(rank, codes, position)
+                arrival = messages.popleft()
+                if arrival > now:
+                    now = arrival
+            now += seconds[code]
+            if (route := routes[code]) is not None:
+                begin = busy[route]
+                busy[route] = arrival = (now if now > begin else begin) + sends[code]
+                gives[code].append(arrival)  # type: ignore[union-attr]
+            if sums:
+                now = self._sum(rank, code // len(PASSES), now)
+            position += 1
+        self._free[rank] = now
+        return None
+
+    def _sum(self, rank: int, chunk: int, now: float) -> float:
+        """Sums a chunk's gradients over data ranks; returns when the rank goes on."""
+        self._sums[rank] = max(now, self._sums[rank]) + self._costs[chunk].reduce
+        return self._sums[rank] + self._updates[rank] if self._updates_each else now
+
+    def step(self) -> float:
+        """Returns when the last update has ended."""
+        if self._updates_each:
+            return max(*self._free, *self._sums)
+        ends = zip(self._free, self._sums, self._updates, strict=True)
+        return max(max(free, sums) + update for free, sums, update in ends)
 
 
 def _pass_seconds(cost: ChunkCost) -> tuple[float, float, float, float]:
     whole = cost.input + cost.weight if cost.backward is None else cost.backward
     return cost.forward, cost.input, cost.weight, whole
-
-
-@lru_cache(maxsize=256)
-def pass_order(kind: str, stages: int, chunks: int, micro_batches: int) -> PassOrder:
-    """The order of a schedule's passes: of each rank as many as possible, then of the next.
-
-    Raises RecipeError where there is no such schedule.
-    """
-    local = placement(kind, stages, chunks)
-    search = _Search(compute_orders(kind, stages, chunks, micro_batches), local, updates_each=kind == "pipedream")
-    while search.advance():
-        pass
-    rank, work, waits_for, route, completes = search.columns
-    return PassOrder(rank, work, waits_for, route, completes, len(search.routes))
-
-
-class _Search:
-    """Each rank's position in its list, and the messages that were sent."""
-
-    def __init__(
-        self, lists: Sequence[Sequence[Action]], local: Sequence[Sequence[int]], *, updates_each: bool
-    ) -> None:
-        self.columns = tuple(array("l") for _ in range(5))
-        self.routes: dict[tuple[int, int], int] = {}
-        self._lists, self._updates_each = lists, updates_each
-        self._rank_of = {chunk: rank for rank, chunks in enumerate(local) for chunk in chunks}
-        self._position = [0] * len(lists)
-        self._messages: dict[tuple[str, int, int | None], int] = {}  # (pass that takes it, chunk, micro-batch)
-        self._num_messages = 0
-        self._last = [
-            {each.chunk: place for place, each in enumerate(actions) if each.kind in ("backward", "weight")}
-            for actions in lists
-        ]
-
-    def advance(self) -> bool:
-        """Takes every rank as far as it can go; False once all have ended."""
-        before = len(self.columns[0])
-        is_waiting = False
-        for rank, actions in enumerate(self._lists):
-            position = self._position[rank]
-            while position < len(actions) and self._take(rank, position, actions[position]):
-                position += 1
-            self._position[rank] = position
-            is_waiting |= position < len(actions)
-        assert len(self.columns[0]) > before or not is_waiting, "ranks wait for each other for ever"
-        return is_waiting
-
-    def _take(self, rank: int, position: int, action: Action) -> bool:
-        """Takes one pass; False where its message was not sent yet."""
-        chunk, micro, kind = action.chunk, action.micro, action.kind
-        assert chunk is not None
-        what, source, target = (
-            ("forward", chunk - 1, chunk + 1) if kind == "forward" else ("back", chunk + 1, chunk - 1)
-        )
-        waits_for = route = completes = _NONE
-        if kind != "weight":
-            if self._rank_of.get(source, rank) != rank:
-                number = self._messages.pop((what, chunk, micro), _NONE)
-                if number == _NONE:
-                    return False
-                waits_for = number
-            peer = self._rank_of.get(target, rank)
-            if peer != rank:
-                route = self.routes.setdefault((rank, peer), len(self.routes))
-                self._messages[what, target, micro] = self._num_messages
-                self._num_messages += 1
-        if kind in ("backward", "weight") and (self._updates_each or self._last[rank][chunk] == position):
-            completes = chunk
-        values = rank, 4 * chunk + _PASSES.index(kind), waits_for, route, completes
-        for column, value in zip(self.columns, values, strict=True):
-            column.append(value)
-        return True

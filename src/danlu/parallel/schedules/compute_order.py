@@ -6,9 +6,14 @@ equal time (F = B = W); the messages between are added by `messages.py`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
-from danlu.parallel.schedules.action import Action
+from danlu.parallel.schedules.action import Action, Kind
+
+PASSES: tuple[Kind, ...] = ("forward", "input", "weight", "backward")
+"""The computations of a list, by the numbers that `ComputeOrder.codes` has for them."""
+_FORWARD, _INPUT, _WEIGHT, _BACKWARD = range(4)
 
 
 class ComputeOrder:
@@ -19,44 +24,64 @@ class ComputeOrder:
     """
 
     def __init__(self, chunks: tuple[int, ...], micro_batches: int) -> None:
-        self.actions: list[Action] = []
-        self._micro_batches = micro_batches
-        self._forwards = dict.fromkeys(chunks, 0)
-        self._backwards = dict.fromkeys(chunks, 0)
-        self._put_off: deque[tuple[int, int]] = deque()  # (chunk, micro-batch) of weight gradients, oldest first
+        self.codes: list[int] = []
+        """4 x chunk + the number of the computation in `PASSES`."""
+        self._forwards = dict.fromkeys(chunks, micro_batches)  # that are left
+        self._backwards = dict.fromkeys(chunks, micro_batches)
+        self._put_off: deque[int] = deque()  # chunks of weight gradients, the oldest first
 
     def forward(self, chunk: int) -> None:
         """Appends the next forward pass of a chunk."""
-        if self._forwards[chunk] < self._micro_batches:
-            self.actions.append(Action("forward", chunk, self._forwards[chunk]))
-            self._forwards[chunk] += 1
+        if self._forwards[chunk]:
+            self._forwards[chunk] -= 1
+            self.codes.append(4 * chunk)
 
     def backward(self, chunk: int) -> None:
         """Appends the next whole backward pass of a chunk."""
-        if self.backwards_left(chunk):
-            self.actions.append(Action("backward", chunk, self._backwards[chunk]))
-            self._backwards[chunk] += 1
+        if self._backwards[chunk]:
+            self._backwards[chunk] -= 1
+            self.codes.append(4 * chunk + _BACKWARD)
 
     def input(self, chunk: int) -> None:
         """Appends the next input gradient of a chunk, and puts its weight gradients off."""
-        if self.backwards_left(chunk):
-            self.actions.append(Action("input", chunk, self._backwards[chunk]))
-            self._put_off.append((chunk, self._backwards[chunk]))
-            self._backwards[chunk] += 1
+        if self._backwards[chunk]:
+            self._backwards[chunk] -= 1
+            self._put_off.append(chunk)
+            self.codes.append(4 * chunk + _INPUT)
 
     def weight(self) -> None:
         """Appends the weight gradients that were put off the longest ago: their activations are kept the longest."""
         if self._put_off:
-            self.actions.append(Action("weight", *self._put_off.popleft()))
+            self.codes.append(4 * self._put_off.popleft() + _WEIGHT)
 
     def backwards_left(self, chunk: int) -> int:
         """How many micro-batches of a chunk have no backward pass yet."""
-        return self._micro_batches - self._backwards[chunk]
+        return self._backwards[chunk]
 
     @property
     def weights_left(self) -> int:
         """How many weight gradients are put off."""
         return len(self._put_off)
+
+
+def actions_of(codes: Sequence[int]) -> list[Action]:
+    """The computations of a rank with their micro-batches, which go through each chunk in their order."""
+    forwards: dict[int, int] = defaultdict(int)
+    backwards: dict[int, int] = defaultdict(int)
+    put_off: dict[int, deque[int]] = defaultdict(deque)
+    actions = []
+    for code in codes:
+        chunk, number = divmod(code, 4)
+        if number == _WEIGHT:
+            micro = put_off[chunk].popleft()
+        else:
+            passes = backwards if number else forwards
+            micro = passes[chunk]
+            passes[chunk] += 1
+            if number == _INPUT:
+                put_off[chunk].append(micro)
+        actions.append(Action(PASSES[number], chunk, micro))
+    return actions
 
 
 def naive(order: ComputeOrder, rank: int, stages: int, micro_batches: int) -> None:
