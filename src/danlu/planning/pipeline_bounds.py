@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from danlu.parallel.schedules import Action, placement
-from danlu.parallel.schedules.compute_order import micro_batches_per_round
-from danlu.parallel.schedules.schedule import compute_orders
+from danlu.parallel.schedules import placement
+from danlu.parallel.schedules.compute_order import PASSES, micro_batches_per_round
+from danlu.parallel.schedules.schedule import compute_codes
 from danlu.planning.step_walk import ChunkCost
 
 _ROUNDING = 1e-10
@@ -23,7 +23,7 @@ _ROUNDING = 1e-10
 _STEADY = 4
 """Micro-batches for each stage from which on more of them change neither the beginning nor the end of a list."""
 
-_KINDS = ("forward", "input", "weight", "backward")
+_FORWARD, _INPUT, _WEIGHT, _BACKWARD = map(PASSES.index, ("forward", "input", "weight", "backward"))
 
 Work = tuple[tuple[int, int, int, int, int], ...]
 """Work on a rank: (chunk, forward, input, weight and whole backward passes) of each of its chunks."""
@@ -181,38 +181,34 @@ class _Paths:
 @lru_cache(maxsize=512)
 def chunk_places(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[ChunkPlace, ...]:
     """The places of each chunk of the model. Raises RecipeError where there is no such schedule."""
-    orders = compute_orders(kind, stages, chunks, micro_batches)
+    orders = compute_codes(kind, stages, chunks, micro_batches)
     places: dict[int, ChunkPlace] = {}
     for rank, (local, order) in enumerate(zip(placement(kind, stages, chunks), orders, strict=True)):
         places |= _places_of_rank(rank, local, order, micro_batches)
     return tuple(place for _, place in sorted(places.items()))
 
 
-def _places_of_rank(
-    rank: int, local: Sequence[int], order: Sequence[Action], micro_batches: int
-) -> dict[int, ChunkPlace]:
-    """The places of a rank's chunks, by chunk."""
+def _places_of_rank(rank: int, local: Sequence[int], order: Sequence[int], micro_batches: int) -> dict[int, ChunkPlace]:
+    """The places of a rank's chunks, by chunk. order: numbers of passes (`ComputeOrder.codes`)."""
     forwards: dict[int, list[int]] = {chunk: [] for chunk in local}  # positions, by micro-batch
     backwards: dict[int, list[int]] = {chunk: [] for chunk in local}
     is_split: dict[int, list[bool]] = {chunk: [] for chunk in local}
     done = {chunk: [0, 0, 0, 0] for chunk in local}
     until: dict[tuple[int, bool, bool], Work] = {}  # work before the first, and up to the last pass of a chunk
     last_gradients = local[0]
-    for position, action in enumerate(order):
-        chunk, kind = action.chunk, action.kind
-        assert chunk is not None
-        is_pass = kind != "weight"
-        passes = forwards[chunk] if kind == "forward" else backwards[chunk]
-        if is_pass and not passes:
-            until[chunk, kind == "forward", True] = _work(done)
-        done[chunk][_KINDS.index(kind)] += 1
-        if is_pass:
+    for position, code in enumerate(order):
+        chunk, kind = divmod(code, len(PASSES))
+        passes = forwards[chunk] if kind == _FORWARD else backwards[chunk]
+        if kind != _WEIGHT and not passes:
+            until[chunk, kind == _FORWARD, True] = _work(done)
+        done[chunk][kind] += 1
+        if kind != _WEIGHT:
             passes.append(position)
             if len(passes) == micro_batches:
-                until[chunk, kind == "forward", False] = _work(done)
-            if kind != "forward":
-                is_split[chunk].append(kind == "input")
-        if kind in ("backward", "weight"):
+                until[chunk, kind == _FORWARD, False] = _work(done)
+            if kind != _FORWARD:
+                is_split[chunk].append(kind == _INPUT)
+        if kind in (_WEIGHT, _BACKWARD):
             last_gradients = chunk
     total = _work(done)
     return {

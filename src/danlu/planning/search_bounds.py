@@ -263,8 +263,8 @@ class Bounds:
         shards = 0
         if choice.shard != "none":
             shards = choice.data_ranks(self._ranks) // choice.replicate * choice.context
-        is_whole, defers = choice.stages == 1, choice.schedule in ("zb-h1", "zbv", "dualpipev")
-        key = choice.tensor, choice.expert, choice.shard, shards, is_whole, defers
+        is_whole = choice.stages == 1
+        key = choice.tensor, choice.expert, choice.shard, shards, is_whole
         if key not in self._states:
             alone = _in_one_stage(choice)
             layout = replace(self._layout(choice), pipeline=1)
@@ -273,8 +273,10 @@ class Bounds:
                 own = replace(workload, recipe=choice.recipe(workload.recipe))
                 return rank_states(own, layout, device_type=self.target.device_type)
 
+            base = states_of(self._thin.base, alone, layout)
+
             def sums(thin: Workload) -> tuple[float, float]:
-                parts = states_of(thin, alone, layout).parts
+                parts = (base if thin is self._thin.base else states_of(thin, alone, layout)).parts
                 return _others(parts), parts.gradients
 
             others, gradients = self._thin.measure(sums)
@@ -283,9 +285,8 @@ class Bounds:
                 first = states_of(self._thin.first_twice, alone._replace(stages=2), replace(layout, pipeline=2))
                 outside = _others(first.parts) - others.layers[self._kinds[0]]
             own = replace(self._thin.base, recipe=alone.recipe(self.workload.recipe))
-            tensors = states_of(self._thin.base, alone, layout).tensors
             of_layer = [
-                [each for each in tensors if each.name.startswith(f"layers.{kind}.")]
+                [each for each in base.tensors if each.name.startswith(f"layers.{kind}.")]
                 for kind in range(len(others.layers))
             ]
             gathered = tuple(gathered_bytes_of(own, each)[0] for each in of_layer)
