@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Literal
 
@@ -107,7 +107,7 @@ class LayerGraph:
     @cached_property
     def _listed(self) -> tuple[tuple[Operation, ...], Mapping[str, Value]]:
         """The operations, and all values by name."""
-        operations = tuple(_without_borders(layer_operations(self.spec, self.width), self.share))
+        operations = _operations(self.spec, self.width, self.share)
         values = dict(self._values_of(operations))
         if self.training.fp8 is not None:
             from danlu.planning.kept_in_few_bits import KEEPING, in_few_bits
@@ -345,6 +345,11 @@ class LayerGraph:
         return attention_kept(
             self.spec, operation, self.batch, self.share.degree, again=self.recompute == "elementwise"
         )
+
+
+@lru_cache(maxsize=256)
+def _operations(spec: LayerSpec, width: int, share: RankShare) -> tuple[Operation, ...]:
+    return tuple(_without_borders(layer_operations(spec, width), share))
 
 
 def _without_borders(operations: Sequence[Operation], share: RankShare) -> Iterator[Operation]:
