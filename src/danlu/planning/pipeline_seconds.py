@@ -84,9 +84,9 @@ class _Ends:
         self._free, self._sums = [0.0] * len(local), [0.0] * len(local)  # `_sums`: the last sum of gradients ends
         rank_of = {chunk: rank for rank, chunks in enumerate(local) for chunk in chunks}
         self._routes: list[int | None] = [None] * len(self._seconds)
-        """By pass, the number of the pair of ranks that its result goes between; None: it stays."""
+        """The number of the pair of ranks that each pass sends its result between; None: it stays."""
         self._takes: list[deque[float] | None] = [None] * len(self._seconds)
-        """By pass, the messages for it; None: it takes none."""
+        """The messages for each pass; None: it takes none."""
         self._gives: list[deque[float] | None] = [None] * len(self._seconds)
         routes: dict[tuple[int, int], int] = {}
         for chunk, rank in rank_of.items():
