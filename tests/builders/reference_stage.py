@@ -18,7 +18,7 @@ from builders.tree_pairs import VOCABULARY, TreePairReader, tree_pair
 from danlu.core.types import Branch, Loss, Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.samples import Samples
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe, load
 from danlu.run import train as run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +244,22 @@ def test_answers_are_as_long_as_a_file_has_them(
     lengths.write_text("12\n[]")
     assert danlu("plan", recipe, "--on", "A100-80G", "--lengths", lengths) == 3
     assert "lengths.jsonl:2: not a mapping" in capsys.readouterr().err
+
+
+LOADED = """
+import sys
+from danlu.cli.main import main
+code = main(sys.argv[1:])
+print(code, *sorted({"numpy", "torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_numpy_is_imported_where_there_are_lengths_alone(recipe: Path, tmp_path: Path) -> None:
+    def loaded(*arguments: Any) -> str:
+        command = [sys.executable, "-c", LOADED, "plan", *map(str, (recipe, "--on", "2xA100-80G", *arguments))]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("10\n64\n")
+    assert loaded() == "0"
+    assert loaded("--lengths", lengths) == "0 numpy"  # control

@@ -17,7 +17,8 @@ import pytest
 from danlu.core.errors import ResourceError
 from danlu.data import token_cache
 from danlu.data.samples import SampleBlock, Selection
-from danlu.data.token_cache import MARKER, StoreWriter, TokenCache, TokenStore
+from danlu.data.store_names import MARKER
+from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 
 Build = Callable[[Callable[[int], StoreWriter]], None]
 

@@ -18,8 +18,8 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import can_pack
 from danlu.planning.cache_memory import DECODE_ROOM
+from danlu.planning.rollout_lengths import AskedPrompt
 from danlu.planning.rollout_memory import EngineBytes, engine_bytes
-from danlu.planning.rollout_passes import AskedPrompt
 from danlu.planning.rollout_seconds import EngineModel
 
 CONFIG = small_config(tie_word_embeddings=True)

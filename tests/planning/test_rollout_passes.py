@@ -11,7 +11,8 @@ from danlu.inference.blocks import BlockPool, root_digest
 from danlu.inference.scheduler import Scheduler
 from danlu.inference.sequence_state import SequenceState
 from danlu.planning.cache_memory import EngineBounds, PoolSize
-from danlu.planning.rollout_passes import AskedPrompt, PassRun, RolloutPasses
+from danlu.planning.rollout_lengths import AskedPrompt
+from danlu.planning.rollout_passes import PassRun, RolloutPasses
 
 BOUNDS = EngineBounds(sequences=6, batch_tokens=24, block=4, cache_gib=1.0)
 

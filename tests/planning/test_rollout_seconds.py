@@ -29,8 +29,8 @@ from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
 from danlu.planning.measured_table import Seconds
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.rl_phases import RlPlace, rl_phases
-from danlu.planning.rollout_lengths import RolloutLengths
-from danlu.planning.rollout_passes import AskedPrompt, PassRun, RolloutPasses
+from danlu.planning.rollout_lengths import AskedPrompt, RolloutLengths
+from danlu.planning.rollout_passes import PassRun, RolloutPasses
 from danlu.planning.rollout_seconds import EngineModel, EngineSeconds, Precision, is_plain
 from danlu.planning.speeds import CardSpeeds, Efficiency
 from danlu.planning.step import plan_step

@@ -35,7 +35,7 @@ from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import MemoryParts, Pack, Sample
 from danlu.data.batch import empty_like
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config

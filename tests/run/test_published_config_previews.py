@@ -10,7 +10,7 @@ import pytest
 from builders.tiny_world import World
 
 from danlu.core.errors import ModelError
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.models.config import parameter_shapes
 from danlu.recipe import load
 from danlu.run.expected_memory import memory_lines

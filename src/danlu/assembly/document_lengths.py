@@ -5,14 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from danlu.assembly.recipe_adapters import dataset_spec, own_tokenizer, recipe_tokens
 from danlu.core.errors import DanluError, RecipeError
-from danlu.data.prepare import DatasetSpec, cached_lengths
+from danlu.data.store_names import may_be_cached
 from danlu.planning.lengths import FULL_PACKS, Lengths
 from danlu.recipe import Recipe
 from danlu.recipe.loading import load
 from danlu.recipe.sections import Model
+
+if TYPE_CHECKING:
+    from danlu.data.prepare import DatasetSpec
 
 
 def with_named_tokenizer(model: Model) -> Model:
@@ -38,6 +42,10 @@ def document_lengths(recipe: Recipe) -> Lengths:
     section = recipe.long_context
     if recipe.stage in ("classify", "rl") or (section is not None and section.stages):
         return FULL_PACKS
+    if not may_be_cached(recipe.data):
+        return FULL_PACKS
+    from danlu.data.prepare import cached_lengths  # here: it imports numpy
+
     model = with_named_tokenizer(recipe.model)
     with suppress(DanluError, OSError):
         tokenizer = own_tokenizer(model)

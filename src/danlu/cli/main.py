@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
 from danlu.core.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
+from danlu.core.garbage_collection import collection_paused
 from danlu.core.terminal import drop_failed_writes, echo, print_status, printable, wrap_to_terminal
 from danlu.registry import SUGGESTIONS, VERBS, Verb, resolve
 
@@ -109,7 +110,8 @@ class LazyVerb(TyperCommand):
         self.target = verb.target
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return command(self.name or "", self.target).make_context(info_name, args, parent=parent, **extra)
+        with collection_paused():  # the verb's module is imported, which the recipe's types come with
+            return command(self.name or "", self.target).make_context(info_name, args, parent=parent, **extra)
 
 
 def command(name: str, target: str) -> Any:
@@ -149,8 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             echo(answer(os.environ), end="")
             return 0
-        whole = group()
-        with whole.make_context("danlu", given) as context:
+        with collection_paused():
+            whole = group()
+            context = whole.make_context("danlu", given)
+        with context:
             whole.invoke(context)
         sys.stdout.flush()
     except typer.Exit as exit_:

@@ -11,6 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.core.errors import CheckpointError, RecipeError, ResourceError
+from danlu.core.garbage_collection import collection_paused
 from danlu.core.run_files import PLAN
 from danlu.core.terminal import echo, print_status
 from danlu.recipe import resolved_yaml
@@ -60,11 +61,12 @@ def plan(
         _show_run(recipe, as_json=as_json)
         return
     _refuse_together(fits=fits, search=search, write=write, lengths=lengths, neighbours=neighbours)
-    loaded = recipes.load(recipe, overrides or [])
-    # Here, not above: a wrong recipe is refused before numpy is imported. Nothing here loads torch.
-    from danlu.planning.cluster import Cluster
-    from danlu.planning.target import Target
-    from danlu.run.planned_step import planned_step
+    with collection_paused():
+        loaded = recipes.load(recipe, overrides or [])
+        # Here, not above: a wrong recipe is refused before the planner is imported. Nothing here loads torch.
+        from danlu.planning.cluster import Cluster
+        from danlu.planning.target import Target
+        from danlu.run.planned_step import planned_step
 
     for note in loaded.notes:
         print_status(note)
@@ -85,7 +87,7 @@ def plan(
             best = recipes.load(recipe, [*(overrides or []), *layouts[0]["settings"]]).recipe
             _write(write, resolved_yaml(best))
         return
-    with loaded.naming_places():
+    with loaded.naming_places(), collection_paused():
         planned = planned_step(loaded.recipe, target, *_lengths(loaded.recipe, lengths))
     values = planned.values
     more: dict[str, list[dict[str, Any]]] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from danlu.data.dataset_summary import DatasetSummary
     from danlu.data.prepare import DatasetSpec
     from danlu.data.preview import PreviewRow
-    from danlu.data.tokenizing import TokenizerInfo
+    from danlu.data.tokenizer_info import TokenizerInfo
     from danlu.report.preview_text import PlainWriter
 
 

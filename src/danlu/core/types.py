@@ -1,4 +1,4 @@
-"""The types that rooms exchange. Importing this file does not import torch."""
+"""The types that rooms exchange. Importing this file imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
 # S tokens of one sample · T packed tokens · N trained targets · M branches · D model width
@@ -124,12 +123,12 @@ class Pack:
     @property
     def targets(self) -> int:
         """Tokens that carry weight."""
-        return sum(int(np.count_nonzero(sample.weights)) for sample in self.samples)
+        return sum(int((sample.weights != 0).sum()) for sample in self.samples)
 
     @property
     def weight(self) -> float:
         """The sum of the targets' weights."""
-        return float(sum(sample.weights.sum(dtype=np.float64) for sample in self.samples))
+        return float(sum(sample.weights.sum(dtype="float64") for sample in self.samples))
 
     @property
     def lengths(self) -> tuple[int, ...]:

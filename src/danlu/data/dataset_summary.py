@@ -20,7 +20,7 @@ from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.data.samples import Samples, Selection
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Source
 

@@ -20,10 +20,12 @@ from danlu.data.rows import Format, detect_format, refuse_judged_answers
 from danlu.data.samples import Samples, Selection
 from danlu.data.sources import column_lines, source_names
 from danlu.data.statistics import Statistics
+from danlu.data.store_names import store_name
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_folder import template_date
-from danlu.data.tokenizing import TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
+from danlu.data.tokenizer_info import TokenizerInfo
+from danlu.data.tokenizing import TokenizedChunk, TokenizerJob, TokenizeSettings, chunks, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Packing, Source
 from danlu.recipe.sections.base import RowType
@@ -397,7 +399,7 @@ class _CachedSources:
         """The tokens of a source, if the cache has them; of files alone."""
         if sources.source_files(source) is None:
             return None
-        return self._cache.find(_store_name(source), partial(self._parts, source))
+        return self._cache.find(store_name(source), partial(self._parts, source))
 
     def _parts(self, source: Source) -> dict[str, Any]:
         """Everything that the tokens of a source depend on."""
@@ -424,11 +426,7 @@ class _CachedSources:
                 raise DataError(f"{source.path}: no rows")
             writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(chunk.tokenizer)})
 
-        return self._cache.get(_store_name(source), self._parts(source), build)
-
-
-def _store_name(source: Source) -> str:
-    return Path(source.path.partition("#")[0]).stem
+        return self._cache.get(store_name(source), self._parts(source), build)
 
 
 def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:

@@ -24,7 +24,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import zlib
@@ -40,13 +39,13 @@ from danlu.core.errors import ResourceError
 from danlu.core.file_lock import AlreadyLocked, FileLock
 from danlu.core.types import Sample
 from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable
+from danlu.data.store_names import MARKER, has_stores, leading
 
 log = logging.getLogger(__name__)
 
 FORMAT = 6  # raised whenever rendering, cutting or this layout changes what a row becomes
 CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
-MARKER = "COMPLETE"
 UNFINISHED = ".unfinished"
 _DIGESTED_FILES = ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin")  # what `Samples.digest` depends on
 _SUMMED_FILES = (*_DIGESTED_FILES, "row_numbers.bin", "rows.bin", "row_offsets.bin")
@@ -237,7 +236,7 @@ class TokenCache:
 
         parts: called only where the cache has a store of this name, for they take as long as the rows are large.
         """
-        if not any(self.folder.glob(f"{_leading(name)}-*/{MARKER}")):
+        if not has_stores(self.folder, name):
             return None
         try:
             return TokenStore(self._place(name, parts())[1])
@@ -248,7 +247,7 @@ class TokenCache:
         """Returns (the key of a store as text, its folder)."""
         text = json.dumps({"format": FORMAT, **parts}, sort_keys=True, ensure_ascii=False)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        return text, self.folder / f"{_leading(name)}-{key}"
+        return text, self.folder / f"{leading(name)}-{key}"
 
     def _build(self, folder: Path, key: str, build: Callable[[Callable[[int], StoreWriter]], None]) -> None:
         unfinished = self._unfinished(folder.name)
@@ -313,11 +312,6 @@ class TokenCache:
             with nullcontext(True) if name == locked else self._locked(name, wait=False) as free:
                 if free:
                     shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _leading(name: str) -> str:
-    """The beginning of a folder's name."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
 
 
 @contextmanager

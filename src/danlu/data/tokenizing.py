@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -21,6 +21,7 @@ from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import tokenizer_fingerprint
+from danlu.data.tokenizer_info import TokenizerInfo, tokenizer_info
 from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -76,33 +77,6 @@ class TokenizeSettings:
 
         trees = render_answers(cast(Sequence[AnswerRow], rows), wheres, tokenizer, self.rendering)
         return [tree if isinstance(tree, DataError) else [tree] for tree in trees]
-
-
-@dataclass(frozen=True)
-class TokenizerInfo:
-    """The facts about the tokenizer that the rest of a run needs, without loading it."""
-
-    vocab_size: int  # ids go from 0 to vocab_size - 1
-    bos_id: int | None
-    eos_id: int | None
-    pad_id: int | None
-    end_of_turn_ids: tuple[int, ...]  # where generation stops
-    missing_bytes: int = 0  # see `Tokenizer.missing_bytes`
-
-    @property
-    def warning(self) -> str | None:
-        """Returns the warning about a tokenizer that loses text; None for one that does not."""
-        if not self.missing_bytes:
-            return None
-        return (
-            f"tokenizer: it has no token for {self.missing_bytes} of the 256 bytes, and text loses them without a "
-            "trace; use one that has them all"
-        )
-
-
-def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
-    """The facts of a tokenizer that is loaded."""
-    return TokenizerInfo(**{each.name: getattr(tokenizer, each.name) for each in fields(TokenizerInfo)})
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from danlu.planning.batch_shape import Document, DocumentRun
-from danlu.planning.rollout_lengths import RolloutLengths
-from danlu.planning.rollout_passes import AskedPrompt
+from danlu.planning.rollout_lengths import AskedPrompt, RolloutLengths
 from danlu.planning.workload import Workload
 from danlu.recipe.policy_scores import trains_on_pairs
 

@@ -23,9 +23,9 @@ from danlu.planning.decoder_seconds import DecoderSeconds
 from danlu.planning.layer_graph import LayerTraining
 from danlu.planning.layer_training import layers_training
 from danlu.planning.primitives import PassSeconds
-from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
+from danlu.planning.rollout_lengths import AskedPrompt, RolloutLengths, draws_answers
 from danlu.planning.rollout_memory import engine_model, pool_for
-from danlu.planning.rollout_passes import AskedPrompt, RolloutPasses
+from danlu.planning.rollout_passes import RolloutPasses
 from danlu.planning.rollout_seconds import EngineModel, EngineSeconds
 from danlu.planning.speeds import Speeds
 from danlu.planning.step_plan import Phase, RlSeconds

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import DataError
-from danlu.planning.rollout_passes import AskedPrompt
 from danlu.recipe import Recipe
 from danlu.recipe.policy_scores import objective_section
 
@@ -17,6 +16,16 @@ _FORM = (
     'Each line is {"prompt_tokens": 64, "answer_tokens": [120, 87]}, the tokens of one answer, or a line of a run\'s '
     "rollouts.jsonl"
 )
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt with the lengths of its answers, in tokens."""
+
+    tokens: int
+    """Tokens of the prompt, virtual ones included."""
+    answers: tuple[int, ...]
+    """Tokens of each answer, the one that ends it included."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from danlu.planning.cache_memory import (
 )
 from danlu.planning.layer_training import layers_training
 from danlu.planning.rank_memory import RankStates
-from danlu.planning.rollout_lengths import RolloutLengths, draws_answers
-from danlu.planning.rollout_passes import AskedPrompt, PassRun, RolloutPasses
+from danlu.planning.rollout_lengths import AskedPrompt, RolloutLengths, draws_answers
+from danlu.planning.rollout_passes import PassRun, RolloutPasses
 from danlu.planning.rollout_seconds import EngineModel, Precision
 from danlu.planning.step_plan import HostBytes, RankMemory
 from danlu.planning.workload import Workload

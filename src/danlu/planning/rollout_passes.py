@@ -14,16 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from danlu.planning.cache_memory import EngineBounds, PoolSize
-
-
-@dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt with the lengths of its answers, in tokens."""
-
-    tokens: int
-    """Tokens of the prompt, virtual ones included."""
-    answers: tuple[int, ...]
-    """Tokens of each answer, the one that ends it included."""
+from danlu.planning.rollout_lengths import AskedPrompt
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit
 from danlu.parallel.schedules.schedule import order_of_rank
-from danlu.planning.answer_trees import largest_micro_batch
 from danlu.planning.chunk_costs import LayerTimes, mean_batch, model_seconds
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.host_memory import host_bytes
@@ -26,10 +25,9 @@ from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.plan_cache import PlanCache, StageStates
 from danlu.planning.primitives import PassSeconds
 from danlu.planning.rank_memory import RankStates
-from danlu.planning.rl_phases import planned_rollout
-from danlu.planning.rollout_memory import memory_while_answering
+from danlu.planning.rollout_lengths import draws_answers
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
-from danlu.planning.step_plan import HostBytes, RankMemory, StagePlan, StepPlan, StepSeconds
+from danlu.planning.step_plan import HostBytes, RankMemory, RlSeconds, StagePlan, StepPlan, StepSeconds
 from danlu.planning.step_walk import ChunkCost, RankCost, WalkBytes, rank_bytes
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
@@ -102,7 +100,7 @@ class StepPlanner:
 
     def plan(self) -> StepPlan:
         """Returns the whole plan."""
-        workload, layout, seconds = self.workload, self.layout, self._step_seconds()
+        layout, seconds = self.layout, self._step_seconds()
         total = None if seconds is None else seconds.total
         return StepPlan(
             layout,
@@ -112,9 +110,17 @@ class StepPlanner:
             seconds,
             tokens=self._tokens(),
             flops=self._flops(self.micro) * self.micro_batches * layout.data,
-            rollout=planned_rollout(workload, layout, self.target, self.micro, total),
+            rollout=self._rollout(total),
             assumptions=tuple(self._assumptions()),
         )
+
+    def _rollout(self, step_s: float | None) -> RlSeconds | None:
+        """The seconds from one rollout to the next; step_s: of a step, where speeds are known."""
+        if not draws_answers(self.workload.recipe):
+            return None
+        from danlu.planning.rl_phases import planned_rollout  # here: most recipes draw no answers
+
+        return planned_rollout(self.workload, self.layout, self.target, self.micro, step_s)
 
     def _stage_plans(self) -> tuple[StagePlan, ...]:
         if self.workload.recipe.parallel.device_map is not None:  # one process, with memory on each of its devices
@@ -165,10 +171,18 @@ class StepPlanner:
         that of the host."""
         if stage not in self._memory:
             states, of_step = self._stages[stage].states, self._memory_of_step(stage)
-            answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
-            peaks = (of_step,) if answering is None else (of_step, answering)
+            peaks = [of_step, *self._while_answering(states)]
             self._memory[stage] = max(peaks, key=lambda memory: memory.allocated)
         return self._memory[stage]
+
+    def _while_answering(self, states: RankStates) -> Iterator[RankMemory]:
+        """The memory at the peak of a rollout, where the process of these states has one."""
+        if draws_answers(self.workload.recipe):
+            from danlu.planning.rollout_memory import memory_while_answering  # here: as `_rollout`
+
+            answering = memory_while_answering(self.workload, states, self.layout, self.target.device_type)
+            if answering is not None:
+                yield answering
 
     def _memory_of_step(self, stage: int) -> RankMemory:
         states, costs = self._stages[stage].states, [self._bytes] * self._fewest
@@ -255,6 +269,8 @@ class StepPlanner:
     def _largest(self) -> int:
         """Packed sequences that are as long as the longest micro-batch."""
         if self.workload.recipe.stage == "rl":  # prompts have trees of all their answers, longer than a sequence
+            from danlu.planning.answer_trees import largest_micro_batch  # here: as `_rollout`
+
             return largest_micro_batch(self.workload, self.micro, self.layout.data)
         return self.micro
 

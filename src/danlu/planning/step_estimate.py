@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from danlu.core.types import WHOLE_SHARE
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
@@ -23,6 +21,8 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Context
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from danlu.planning.chunk_memory import ChunkGradients
     from danlu.planning.row_batches import RowBatches
     from danlu.planning.step_walk import ChunkCost
@@ -205,10 +205,13 @@ class StepEstimate:
         A longer row is cut: into packed sequences, or one with two answers into as many paths.
         """
         tokens = sequences * self.recipe.data.max_length
-        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
-        if self.lengths is not None:
-            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
-            whole, rest = min(whole, int((rows // length).sum())), rows % length
+        if self.lengths is None:
+            whole, last = divmod(tokens, length)
+            return [length] * whole + [last] * (last > 0)
+        import numpy as np  # here: packs of unknown documents, as above, need none
+
+        rows = self.lengths if most is None else self.lengths[self.lengths <= most]
+        whole, rest = min(-(-tokens // length), int((rows // length).sum())), rows % length
         documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
         before = np.cumsum(documents) - documents
         documents = np.minimum(documents, tokens - before)[before < tokens]

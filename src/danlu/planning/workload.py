@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind, LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks
@@ -26,6 +24,8 @@ from danlu.planning.pipeline_split import chunk_sizes, num_chunks
 from danlu.recipe import Recipe
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from danlu.planning.rollout_lengths import RolloutLengths
     from danlu.planning.row_batches import RowBatches
 
@@ -80,7 +80,11 @@ class Workload:
     @cached_property
     def row_lengths(self) -> np.ndarray | None:
         """[rows] int64: tokens of each row; None where they are not known."""
-        return np.array(self.lengths.documents, dtype=np.int64) if self.lengths.documents else None
+        if not self.lengths.documents:
+            return None
+        import numpy as np  # here: full packs, which have no lengths, need none
+
+        return np.array(self.lengths.documents, dtype=np.int64)
 
     @cached_property
     def row_batches(self) -> RowBatches | None:

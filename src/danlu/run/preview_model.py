@@ -8,7 +8,7 @@ from dataclasses import replace
 from danlu.assembly.policy_tensors import policy_tensors_of
 from danlu.assembly.recipe_adapters import base_config, own_tokenizer, recipe_tokens
 from danlu.core.errors import ModelError
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.models.config import ModelConfig
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch

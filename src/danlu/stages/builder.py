@@ -18,7 +18,7 @@ from danlu.assembly.recipe_adapters import base_changes, base_config, base_ident
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
 from danlu.data.batch import empty_like
-from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
+from danlu.data.tokenizer_info import TokenizerInfo, tokenizer_info
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import architecture_of
 from danlu.models.hf_folder import check_headers, check_vocabulary

@@ -18,7 +18,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Batch, HeadObjective, Item, MemoryParts, Objective, Outputs, Role, Sample, Task
 from danlu.data.samples import Samples
-from danlu.data.tokenizing import TokenizerInfo
+from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.product_peak import Peak

@@ -5,8 +5,6 @@ that a bare value fills (`model: folder` means `model: {path: folder}`). Where a
 list of one. Rules that concern more than one field are in `rules/`. All sections are imported from here.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -41,6 +39,7 @@ from danlu.recipe.sections.base import (
     RowType,
     Section,
     Share,
+    default_section,
     value_at,
 )
 from danlu.recipe.sections.data import Data, Packing, Source
@@ -202,7 +201,7 @@ class Recipe(Section):
     """
     rewards: Annotated[list[Reward] | None, OF_RL] = None
     """Stage rl: the rewards of answers, one or a weighted sum of several."""
-    reward_limits: Annotated[RewardLimits, OF_RL] = RewardLimits()
+    reward_limits: Annotated[RewardLimits, OF_RL] = default_section(RewardLimits)
     """Stage rl: how long rewards are waited for, and how many may fail."""
     environment: Annotated[Environment | None, OF_RL] = None
     """Stage rl: the environment that answers the policy, turn by turn: a class of yours (my_env.py:Maze), or tools."""
@@ -249,11 +248,11 @@ class Recipe(Section):
     quantization: Annotated[Quantization | None, OF_TOKENS] = None
     """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4, int3, int2, fp8, mxfp8,
     mxfp4, nvfp4."""
-    optimizer: Optimizer = AdamW()
+    optimizer: Optimizer = default_section(AdamW)
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = default_section(Schedule)
     """The learning rate over the run."""
-    batch: BatchSize = BatchSize(sequences=8)
+    batch: BatchSize = default_section(BatchSize, sequences=8)
     """The batch of one optimizer step."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data; 1 when neither epochs nor steps is given."""
@@ -269,9 +268,9 @@ class Recipe(Section):
     """exact: training and rollout give a token the same log-probability to the last bit, whatever else is in the batch;
     slower. fast takes the quickest kernels for each, which round differently.
     """
-    parallel: Parallel = Parallel()
+    parallel: Parallel = default_section(Parallel)
     """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
-    memory: Memory = Memory()
+    memory: Memory = default_section(Memory)
     """Recompute and offload."""
     loss: Annotated[
         LossOptions,
@@ -280,24 +279,24 @@ class Recipe(Section):
             "rl",
             "additions to a cross-entropy, which stage rl has none of. Leave it out, or see objective.entropy",
         ),
-    ] = LossOptions()
+    ] = default_section(LossOptions)
     """Additions to the cross-entropy."""
     router: Router | None = None
     """Models with experts: the method that keeps them evenly loaded."""
     gradient_clipping: NonNegative | None = 1.0
     """Largest global gradient norm, of each model where a run trains several (PPO with a model of values of its own);
     null to leave gradients alone."""
-    watch: Watch = Watch()
+    watch: Watch = default_section(Watch)
     """The response when a step looks wrong."""
     ema: Ema | None = None
     """An average of the weights, kept in addition to them."""
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluation = default_section(Evaluation)
     """The interval of evaluations, early stopping, and samples to generate."""
-    rollout: Rollout = Rollout()
+    rollout: Rollout = default_section(Rollout)
     """The engine that samples from the model: embedded, vllm or sglang."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = default_section(Checkpoint)
     """The checkpoints to resume from, and how often they are saved."""
-    log: Log = Log()
+    log: Log = default_section(Log)
     """The files that are written while training."""
     compile: Annotated[bool, OF_TOKENS] = False
     """torch.compile the model; the first steps are slow, later ones may be faster."""

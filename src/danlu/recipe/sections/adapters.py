@@ -1,7 +1,5 @@
 """Adapters: few parameters, trained on a frozen base."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

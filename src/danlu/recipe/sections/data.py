@@ -1,12 +1,10 @@
 """The data of a recipe: sources of rows, and how they become tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import OF_RL, OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section
+from danlu.recipe.sections.base import OF_RL, OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section, default_section
 
 _OF_TEXTS = NotReadWith("stage", "classify", "not read with stage {value}")
 COLUMN_NAMES = (
@@ -92,7 +90,7 @@ class Data(Section):
     """
     max_length: Annotated[PositiveInt, OF_TOKENS] = 1024
     """Longest sample, and length of a packed sequence, in tokens."""
-    packing: Annotated[Packing, OF_TOKENS] = Packing()
+    packing: Annotated[Packing, OF_TOKENS] = default_section(Packing)
     """How samples are packed into sequences: true or best-fit, false or none, or concatenate."""
     overlong: Annotated[Literal["truncate", "split", "drop"], OF_TOKENS] = "truncate"
     """The treatment of a row longer than max_length; counted and shown in every case."""

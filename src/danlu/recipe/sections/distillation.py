@@ -1,7 +1,5 @@
 """Stage `distill`, and terms of stage `rl`: the teacher, and how far the policy's distribution is from its."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Training at lengths beyond those that a model was trained at: the rotary scaling, and lengths in stages."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

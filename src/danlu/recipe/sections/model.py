@@ -1,7 +1,5 @@
 """The start of a run: the model, and the quantization of a frozen base."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field

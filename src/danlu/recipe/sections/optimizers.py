@@ -1,7 +1,5 @@
 """How gradients become updates. Rates and weight decay here are for pretraining; `stage_defaults` has other stages'."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,12 +1,10 @@
 """The placement of a run: parallelism, recomputation and offload."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section
+from danlu.recipe.sections.base import OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section, default_section
 
 _OF_STAGES = NotReadWith("stages", 1, "there is one stage, and nothing to divide. Raise stages, or leave this out")
 
@@ -82,11 +80,11 @@ class Parallel(Section):
     sequence: Annotated[bool, OF_TOKENS] = False
     """Sequence parallelism: with tensor, tokens are sharded among the same ranks in norms and residuals
     (arXiv:2205.05198)."""
-    pipeline: Pipeline = Pipeline()
+    pipeline: Pipeline = default_section(Pipeline)
     """Pipeline parallelism, for models with layers that do not fit on one device, over slow networks too. All stages of
     language models have it.
     """
-    context: Context = Context()
+    context: Context = default_section(Context)
     """Context parallelism, for documents with too many activations for one device. Parameters and gradients are sharded
     among context ranks as among data ranks.
     """
@@ -147,7 +145,7 @@ class Memory(Section):
 
     short = "recompute"
 
-    recompute: Annotated[Recompute, OF_TOKENS] = Recompute()
+    recompute: Annotated[Recompute, OF_TOKENS] = default_section(Recompute)
     """Activations that are recomputed instead of being kept."""
     offload: Annotated[list[Literal["parameters", "gradients", "optimizer", "activations"]], OF_TOKENS] = []
     """The tensors that are kept in the host's memory (or, with `folder`, on its disk) instead of the device's."""

@@ -5,8 +5,6 @@ be set otherwise. A ratio is the probability of a token (or of an answer) under 
 that drew it. The names of the choices are those of `objectives/advantages.py` and `objectives/policy_losses.py`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, model_validator

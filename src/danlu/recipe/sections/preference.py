@@ -7,14 +7,12 @@ the pairs (or the answers) of a step. A loss with a margin in its formula takes 
 0 elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, RowType, Section, Share, VariantSection
+from danlu.recipe.sections.base import NonNegative, RowType, Section, Share, VariantSection, default_section
 
 Positive = Annotated[float, Field(gt=0)]
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
@@ -87,7 +85,7 @@ class DeltaTerm(LogRatioTerm):
 
     reference_free = True
 
-    divergence: FDivergence = ReverseKlDivergence()
+    divergence: FDivergence = default_section(ReverseKlDivergence)
     """The f-divergence that holds the policy to the reference (f-DPO, arXiv:2309.16240): reverse-kl, forward-kl, js or
     alpha."""
 

@@ -1,7 +1,5 @@
 """The reference of stage `preference`: the model that the run starts from, which the policy is held to."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

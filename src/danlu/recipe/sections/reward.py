@@ -1,7 +1,5 @@
 """Objectives of stage `reward`: a score head on a decoder."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

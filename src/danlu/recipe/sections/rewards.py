@@ -1,7 +1,5 @@
 """The rewards of stage `rl`, which judge answers. Several are added up, each with its weight."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

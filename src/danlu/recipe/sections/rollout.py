@@ -1,13 +1,11 @@
 """The rollout engine, which answers prompts with the model while it is trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, PositiveInt, ReadWith, Section, VariantSection
+from danlu.recipe.sections.base import NonNegative, PositiveInt, ReadWith, Section, VariantSection, default_section
 
 
 class Ngram(VariantSection):
@@ -162,7 +160,7 @@ class Rollout(Section):
     server: Annotated[
         Server,
         ReadWith("engine", ("http", "vllm", "sglang"), "only read with engine: http, vllm or sglang. Leave it out"),
-    ] = Server()
+    ] = default_section(Server)
     """http, vllm, sglang: how the server is spoken to."""
     block: Annotated[PositiveInt, _EMBEDDED] = 16
     """The page size: tokens with keys and values that are kept together."""

@@ -1,7 +1,5 @@
 """The steps of a run: evaluations, checkpoints and logs on the way."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, ClassVar, Literal
 
