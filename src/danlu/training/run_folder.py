@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from danlu.core.errors import CheckpointError, RecipeError, ResourceError
 from danlu.core.output_folder import refuse_foreign_files
@@ -25,12 +26,15 @@ from danlu.core.run_files import (
     SUMMARY,
     RunLock,
 )
-from danlu.recipe import Change, Recipe, changes
+from danlu.recipe import Recipe
 from danlu.recipe import load as load_recipe
 from danlu.training.checkpoints.folders import CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
 from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.manifest import MARK
 from danlu.training.checkpoints.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from danlu.recipe import Change
 
 LENGTHS = ("steps", "epochs")
 """The keys that say how long a run is; a finished run goes on where one of them is raised."""
@@ -189,6 +193,8 @@ def _harmless_changes(run: Path, recipe: Recipe, checkpoint: Path) -> list[Chang
 
     Raises CheckpointError if a difference matters, or the run's recipe cannot be read.
     """
+    from danlu.recipe import changes  # here: a run that begins compares nothing
+
     all_changes = changes(run_recipe(run), recipe)
     different = [change for change in all_changes if change.matters and not _goes_further(change, checkpoint)]
     if not different:
