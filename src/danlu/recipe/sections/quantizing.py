@@ -1,7 +1,5 @@
 """The recipe of `danlu quantize`: a trained model, the rows that calibrate, and the methods in their order."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
