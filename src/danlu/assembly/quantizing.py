@@ -7,29 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from danlu import __version__
-from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
 from danlu.assembly.frozen_base import quantize_weight
-from danlu.assembly.merging import find_tokenizer
+from danlu.assembly.quantized_folder import FolderStreams, streamed_folder
 from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.errors import ModelError
-from danlu.core.output_folder import refuse_existing, replace_folder
-from danlu.data.tokenizer_export import end_of_turn_ids
+from danlu.core.output_folder import refuse_existing
 from danlu.models.config import is_of_router
-from danlu.models.hf_config import config_values
-from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config, untouched_tensors
+from danlu.models.hf_folder import read_config, untouched_tensors
 from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
-from danlu.models.safetensors_io import TensorStream, is_finite
-from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
 from danlu.models.sites import sites_of
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
@@ -86,7 +79,7 @@ def quantize(
     """
     refuse_existing(target)
     refuse_quantized(folder, ADVICE)
-    config, tokenizer_folder = read_config(folder), find_tokenizer([folder])
+    config = read_config(folder)
     if config.task != "causal-lm":
         raise ModelError(f"{folder}: a reward model is not quantized; quantize the language model that it starts from")
     if untouched := untouched_tensors(folder, config):
@@ -94,9 +87,6 @@ def quantize(
             f"{folder}: has {len(untouched)} tensors that are not the language model's, {next(iter(untouched))} among "
             "them, which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
         )
-    if tokenizer_folder is not None:
-        stop_ids = end_of_turn_ids(str(tokenizer_folder))
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stop_ids])))
     model = meta_decoder(config)
     sites = (site for site in sites_of(config) if site.is_linear or (experts and site.experts is not None))
     linears = {f"{site.name}.weight" for site in sites}
@@ -106,34 +96,21 @@ def quantize(
     quantized = {tensor.name for tensor in tensors if tensor.parameters[0] in linears and len(tensor.shape) == 2}
     routers = {tensor.name.rpartition(".")[0] for tensor in tensors if is_of_router(tensor.parameters[0])}
     kept_name = str(kept).removeprefix("torch.")
-    values = config_values(config, torch_dtype=kept_name)
     skip = [*_LEFT, *sorted(routers)]
-    values["quantization_config"] = quantization_values(
-        section.kind, double=section.double, compute_dtype=kept_name, skip=skip
-    )
-    sized = [(tensor, _size_bytes(tensor, quantized, kept)) for tensor in tensors]
-    with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
-        write_json(fresh / CONFIG, values)
-        write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
-        if tokenizer_folder is not None:
-            copy_tokenizer(tokenizer_folder, fresh)
-        if (folder / GENERATION_CONFIG).is_file():
-            (fresh / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
-        if tokenizer_folder is not None:
-            write_stop_ids(fresh, config.eos_token_ids)
-        with ExitStack() as closing:
-            streams: dict[str, TensorStream] = {}  # by tensor
-            for file, shard in shard_files(sized, shard_bytes).items():
-                names = [f"{tensor.name}{suffix}" for tensor in shard for suffix in ("", *SUFFIXES)]
-                stream = closing.enter_context(TensorStream(fresh / file, names))
-                streams |= {tensor.name: stream for tensor in shard}
-            writer = _Writer(tensors, streams, quantized, section, kept, progress)
-            load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
-        files = list(dict.fromkeys(streams.values()))
-        total_bytes = sum(stream.bytes for stream in files)
-        if len(files) > 1:
-            write_index(fresh, {name: stream.file.name for stream in files for name in stream.names}, total_bytes)
-    return Quantized(config.parameter_count(), writer.quantized, writer.quantized_bytes, total_bytes)
+    values = quantization_values(section.kind, double=section.double, compute_dtype=kept_name, skip=skip)
+    with streamed_folder(
+        folder,
+        target,
+        config,
+        [(tensor, _size_bytes(tensor, quantized, kept)) for tensor in tensors],
+        dtype=kept,
+        quantization=values,
+        names_of=lambda tensor: [f"{tensor.name}{suffix}" for suffix in ("", *SUFFIXES)],
+        shard_bytes=shard_bytes,
+    ) as streams:
+        writer = _Writer(tensors, streams, quantized, section, kept, progress)
+        load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
+    return Quantized(config.parameter_count(), writer.quantized, writer.quantized_bytes, streams.bytes)
 
 
 @dataclass
@@ -141,7 +118,7 @@ class _Writer:
     """Takes weights as they are loaded, and writes each tensor of the folder when all that it is made of has come."""
 
     tensors: list[HFTensor]
-    streams: dict[str, TensorStream]  # by tensor
+    streams: FolderStreams
     in_four_bits: set[str]  # names of tensors
     section: sections.Nf4 | sections.Fp4
     dtype: torch.dtype
@@ -162,10 +139,10 @@ class _Writer:
             if tensor.name in self.in_four_bits:
                 self._write_quantized(tensor.name, whole)
             else:
-                self._write(tensor.name, whole.to(self.dtype))
+                self.streams.add_dense(tensor.name, whole.to(self.dtype))
             self.written += 1
             if self.progress is not None:
-                self.progress(self.written, len(self.streams))
+                self.progress(self.written, len(self.tensors))
         for name in {name for tensor in self.tensors_of[parameter] for name in tensor.parameters}:
             del self.waiting[name]
 
@@ -185,12 +162,7 @@ class _Writer:
         self.quantized += whole.numel()
         self.quantized_bytes += weight.stored_bytes()
         for key, tensor in weight.tensors(name).items():
-            self.streams[name].add(key, tensor)
-
-    def _write(self, name: str, value: Tensor) -> None:
-        if not is_finite(value):
-            raise ModelError(f"{name}: not finite as {self.dtype}; the model is not written. Choose a wider --dtype")
-        self.streams[name].add(name, value)
+            self.streams.of_tensor[name].add(key, tensor)
 
 
 def _size_bytes(tensor: HFTensor, in_four_bits: set[str], dtype: torch.dtype) -> int:

@@ -26,6 +26,11 @@ from danlu.numerics.packing import (
 from danlu.numerics.weight_layout_config import Export, WeightLayout, export_problem
 
 EXPORTS: tuple[Export, ...] = get_args(Export)
+WRITTEN_SUFFIXES = (
+    *("weight", "weight_scale_inv", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"),
+    *("weight_zero_point", "qweight", "qzeros", "scales", "g_idx"),
+)
+"""The ends of the names that `write_weight` gives."""
 _SCALES: dict[torch.dtype, ScaleKind] = {
     torch.float32: "float32",
     torch.float16: "float16",

@@ -9,7 +9,7 @@ from pathlib import Path
 from danlu.core.errors import RecipeError
 from danlu.recipe.loading import in_order, read_text
 from danlu.recipe.overrides import parse_overrides, put
-from danlu.recipe.sections.quantizing import QuantizeRecipe, SmoothQuant
+from danlu.recipe.sections.quantizing import FIXED_FORMATS, QuantizeRecipe, SmoothQuant
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate_section
 from danlu.recipe.yaml_reader import parse
@@ -68,3 +68,18 @@ def _conflicts(recipe: QuantizeRecipe) -> Iterator[Problem]:
         yield Problem("quantization", f"{kinds} looks at rows: add `calibration: rows.json#256`, or use nearest", None)
     if recipe.calibration is not None and not recipe.calibration.data:
         yield Problem("calibration.data", "names no rows", None)
+    if steps and not isinstance(steps[-1], SmoothQuant):
+        yield from _export_conflicts(recipe, len(steps) - 1)
+
+
+def _export_conflicts(recipe: QuantizeRecipe, last: int) -> Iterator[Problem]:
+    """Yields the keys of the last method that a folder of this form cannot have."""
+    rounding, export = recipe.rounding, recipe.export
+    if export in FIXED_FORMATS:
+        for key in sorted({"bits", "group", "symmetric"} & rounding.model_fields_set):
+            yield Problem(f"quantization.{last}.{key}", f"is fixed by export: {export}; leave it out", None)
+    elif export == "awq" and (rounding.bits != 4 or rounding.symmetric):
+        wanted = "bits: 4" if rounding.bits != 4 else "symmetric: false"
+        yield Problem("export", f"awq is 4 bits with zeros: set {wanted} in quantization.{last}", None)
+    elif export == "gptq" and rounding.bits not in (2, 3, 4, 8):
+        yield Problem("export", f"gptq has 2, 3, 4 or 8 bits, not {rounding.bits}", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from danlu.assembly.calibration import Calibration
 from danlu.assembly.layerwise_quantizing import LayerResult, LayerwiseQuantizer, Method, quantized_sites
 from danlu.assembly.merging import find_tokenizer
+from danlu.assembly.quantized_folder import ExportedModel
 from danlu.assembly.recipe_adapters import dataset_spec
 from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.errors import DanluError, DataError, ModelError, RecipeError, ResourceError
@@ -26,12 +27,12 @@ from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.inference.generation_config import find_model
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder, untouched_tensors
 from danlu.models.loading import load_boxes, meta_decoder, stored_dtype
 from danlu.models.saving import boxes_of, save
 from danlu.models.sites import sites_of
 from danlu.numerics.dtypes import DTYPES
-from danlu.numerics.format import Format
+from danlu.numerics.format import Format, Scaled, ScaleKind, ZeroKind
 from danlu.numerics.quantizers.awq import Awq
 from danlu.numerics.quantizers.gptq import Gptq
 from danlu.numerics.quantizers.quantizer import Nearest, Quantizer
@@ -42,7 +43,6 @@ from danlu.recipe.sections.quantizing import (
     CalibrationData,
     GptqRounding,
     QuantizeRecipe,
-    RoundingSection,
 )
 from danlu.training.progress import RowProgress
 
@@ -81,11 +81,13 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
     config = read_config(folder)
     _check_model(folder, config)
     check_groups(config, recipe)
+    stored = stored_dtype(folder)
+    dtype = DTYPES.get(recipe.dtype, torch.float32 if stored == torch.float64 else stored)
+    method = method_of(recipe, dtype)
+    exported = None if recipe.export == "dense" else _exported(folder, config, recipe, method)
     device = _device(recipe.device)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    stored = stored_dtype(folder)
-    dtype = DTYPES.get(recipe.dtype, torch.float32 if stored == torch.float64 else stored)
     notes: list[str] = []
     calibration = None
     if recipe.needs_calibration:
@@ -93,20 +95,13 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
         packs, notes = calibration_packs(recipe, recipe.calibration, folder, config, stream)
         calibration = Calibration.of(config, folder, packs, dtype=DTYPES[recipe.precision], device=device)
     work = target.with_name(f".{target.name}.quantizing")
-    layers = LayerwiseQuantizer(config, folder, method_of(recipe), calibration, work, dtype=dtype, device=device)
+    layers = LayerwiseQuantizer(config, folder, method, calibration, work, dtype=dtype, device=device)
     resumed = layers.run(progress)
     written = _Written(folder, config, layers)
-    tokenizer = find_tokenizer([folder])
-    save(
-        meta_decoder(config),
-        target,
-        dtype=dtype,
-        tokenizer_from=tokenizer,
-        generation_from=folder,
-        value=boxes_of(written.value),
-        origin=folder,
-        stop_ids=() if tokenizer is None else end_of_turn_ids(str(tokenizer)),
-    )
+    if exported is None:
+        _save_dense(folder, target, config, written, dtype)
+    else:
+        exported.write(folder, target, dtype=dtype, value=written.value, scaled=written.scaled)
     shutil.rmtree(work)
     return Quantized(
         folder,
@@ -119,8 +114,39 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
     )
 
 
-def method_of(recipe: QuantizeRecipe) -> Method:
-    """The method of a recipe."""
+def _save_dense(folder: Path, target: Path, config: ModelConfig, written: _Written, dtype: torch.dtype) -> None:
+    """Writes a folder with the numbers of the codes."""
+    tokenizer = find_tokenizer([folder])
+    save(
+        meta_decoder(config),
+        target,
+        dtype=dtype,
+        tokenizer_from=tokenizer,
+        generation_from=folder,
+        value=boxes_of(written.value),
+        origin=folder,
+        stop_ids=() if tokenizer is None else end_of_turn_ids(str(tokenizer)),
+    )
+
+
+def _exported(folder: Path, config: ModelConfig, recipe: QuantizeRecipe, method: Method) -> ExportedModel:
+    """The tensors of a folder in another tool's layout. Raises ModelError for a model that it cannot hold."""
+    assert recipe.export != "dense"
+    if untouched := untouched_tensors(folder, config):
+        raise ModelError(
+            f"export: {recipe.export}: {folder} has {len(untouched)} tensors that are not the language model's, "
+            f"{next(iter(untouched))} among them, which would be left out. Use export: dense"
+        )
+    names = [
+        f"layers.{number}.{name}.weight"
+        for number in range(len(config.layers))
+        for name in quantized_sites(config, number, experts=recipe.experts)
+    ]
+    return ExportedModel(config, method.form, recipe.export, names)
+
+
+def method_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Method:
+    """The method of a recipe; dtype: of the weights that are not quantized."""
     rounding = recipe.rounding
     quantizer: Quantizer = Nearest()
     if isinstance(rounding, GptqRounding):
@@ -128,18 +154,33 @@ def method_of(recipe: QuantizeRecipe) -> Method:
     elif isinstance(rounding, AwqRounding):
         quantizer = Awq(rounding.clip)
     scaling = isinstance(rounding, AwqRounding)
-    return Method(quantizer, format_of(rounding), recipe.smoothing, scaling, recipe.experts)
+    return Method(quantizer, format_of(recipe, dtype), recipe.smoothing, scaling, recipe.experts)
 
 
-def format_of(rounding: RoundingSection) -> Format:
-    """The format of weights. Scales are float32: a folder of dense numbers keeps none."""
-    zero = "none" if rounding.symmetric else "integer"
-    return Format(f"int{rounding.bits}", (1, rounding.group), zero=zero)  # type: ignore[arg-type]
+_FIXED_FORMATS: Mapping[str, Format] = {
+    "fp8": Format("e4m3", (128, 128)),
+    "mxfp4": Format("e2m1", (1, 32), "e8m0", rounding="floor"),
+    "nvfp4": Format("e2m1", (1, 16), "e4m3"),
+}
+_SCALES: Mapping[torch.dtype, ScaleKind] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def format_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Format:
+    """The format of weights, with the scales that the folder has: float16 in AWQ's and GPTQ's, else of the model's
+    type; float32 where it has dense numbers and no scales."""
+    rounding = recipe.rounding
+    if recipe.export in _FIXED_FORMATS:
+        return _FIXED_FORMATS[recipe.export]
+    scale: ScaleKind = "float16" if recipe.export in ("awq", "gptq") else _SCALES.get(dtype, "float32")
+    if recipe.export == "dense":
+        scale = "float32"
+    zero: ZeroKind = "none" if rounding.symmetric else "integer"
+    return Format(f"int{rounding.bits}", (1, rounding.group), scale, zero)  # type: ignore[arg-type]
 
 
 def check_groups(config: ModelConfig, recipe: QuantizeRecipe) -> None:
     """Raises RecipeError where a group does not divide the inputs of a layer that is quantized."""
-    group = recipe.rounding.group
+    group = recipe.rounding.group if recipe.export not in _FIXED_FORMATS else 0
     chosen = {
         f"layers.{number}.{name}"
         for number in range(len(config.layers))
@@ -246,19 +287,28 @@ class _Written:
             value = torch.empty(dict(meta_decoder(self._config).named_parameters())[name].shape)
             load_boxes(self._folder, self._config, {name: (value, ShardBox.full(value.shape))})
             return value
-        if int(rest[0]) != self._number:
-            self._number = int(rest[0])
-            self._result = self._layers.result(self._number)
-            self.notes += [note for note in self._result.notes if note not in self.notes]
+        self._read(int(rest[0]))
         if name not in self._result.quantized:
             return self._result.others[name]
+        return self.scaled(name).decode()
+
+    def scaled(self, name: str) -> Scaled:
+        """The codes of a parameter that is quantized."""
+        self._read(int(name.split(".")[1]))
         scaled = self._result.quantized[name]
         if name not in self._counted:
             self._counted.add(name)
             self.quantized += scaled.codes.numel()
             self.bits += scaled.codes.numel() * scaled.format.bits + 8 * scaled.scales.nbytes
             self.bits += 0 if scaled.zeros is None else scaled.zeros.numel() * scaled.format.bits
-        return scaled.decode()
+        return scaled
+
+    def _read(self, number: int) -> None:
+        """Reads a layer, if it is not the last one that was read."""
+        if number != self._number:
+            self._number = number
+            self._result = self._layers.result(number)
+            self.notes += [note for note in self._result.notes if note not in self.notes]
 
 
 def _check_model(folder: Path, config: ModelConfig) -> None:
