@@ -1,4 +1,4 @@
-"""Folders in other tools' layouts: each weight on disk has the numbers of its codes, and transformers reads the same."""
+"""Folders in other tools' layouts: each weight on disk has the numbers of its codes, which transformers reads too."""
 
 from __future__ import annotations
 
@@ -152,6 +152,11 @@ def test_transformers_computes_with_the_same_numbers(folders: dict[str, Path], t
     transformers = pytest.importorskip("transformers")
     own: dict[Export, Format] = {"nvfp4": Format("e2m1", (1, 16), "e4m3"), "fp8": Format("e4m3", (128, 128))}
     model, _ = export(folders["llama"], tmp_path / "out", own.get(kind) or FORMATS[kind], kind)
+    if kind == "nvfp4":  # compressed-tensors makes these numbers in bfloat16
+        with torch.no_grad():
+            for name in names_of(folders["llama"]):
+                parameter = model.get_parameter(name)
+                parameter.copy_(parameter.bfloat16())
     save(model, tmp_path / "dense")
     if kind == "fp8":
         reading = transformers.FineGrainedFP8Config(dequantize=True)
@@ -174,7 +179,7 @@ def test_transformers_computes_with_the_same_numbers(folders: dict[str, Path], t
 
 def test_blocks_that_rows_cut_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     form = Format("e4m3", (40, 32))
-    with pytest.raises(ModelError, match="has blocks that are cut|have blocks that are cut"):
+    with pytest.raises(ModelError, match="weights have blocks that are cut"):
         export(folders["phi3"], tmp_path / "out", form, "fp8")
     assert not (tmp_path / "out").exists()
     export(folders["phi3"], tmp_path / "out", replace(form, block=(32, 32)), "fp8")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from danlu.adapters.adapter_config import read_adapter_config
-from danlu.assembly import quantizing
+from danlu.assembly import quantized_folder, quantizing
 from danlu.assembly.base_model import ORIGIN, check_base, find_base
 from danlu.assembly.frozen_base import adapter_sites, load_frozen
 from danlu.assembly.quantizing import quantize
@@ -160,7 +160,7 @@ def test_one_weight_is_in_memory_at_a_time(
     """Each tensor is in the file before the next one is read, and none stays in the model."""
     order: list[str] = []
     taken: list[Any] = []
-    real_take, real_add = quantizing._Writer.take, quantizing.TensorStream.add
+    real_take, real_add = quantizing._Writer.take, quantized_folder.TensorStream.add
 
     def take(self: Any, parameter: str, value: Tensor) -> None:
         order.append(f"read {parameter.rpartition('.')[0]}")
@@ -171,7 +171,7 @@ def test_one_weight_is_in_memory_at_a_time(
         real_add(self, name, tensor)
 
     monkeypatch.setattr(quantizing._Writer, "take", take)
-    monkeypatch.setattr(quantizing.TensorStream, "add", add)
+    monkeypatch.setattr(quantized_folder.TensorStream, "add", add)
     done: list[tuple[int, int]] = []
     quantize(bases["llama"], tmp_path / "out", sections.Nf4(), progress=lambda *pair: done.append(pair))
     assert taken == [None] * 29 and done[-1] == (29, 29) == (len(done), len(done))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders.docs_scripts import TOP
 from builders.tiny_world import World, danlu, tokenise_here
+from safetensors.torch import load_file
 
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
+from danlu.numerics.format import Format, encode
+from danlu.numerics.weight_layout_config import read_layouts
+from danlu.numerics.weight_layouts import read_weight
 from danlu.recipe.quantize_recipe import load_quantize_recipe
 from danlu.run import quantize as running
 
@@ -91,6 +98,9 @@ def test_a_killed_run_goes_on(
         ({"calibration": {"data": []}}, "calibration.data: names no rows"),
         ({"stage": "sft"}, "takes recipes with stage: quantize, this is sft. Use `danlu train`"),
         ({"output": None}, "output"),
+        ({"export": "awq"}, "export: awq is 4 bits with zeros: set symmetric: false in quantization.1"),
+        ({"export": "fp8"}, "quantization.1.group: is fixed by export: fp8; leave it out"),
+        ({"export": "gptq", "quantization": [{"kind": "nearest", "bits": 5}]}, "2, 3, 4 or 8 bits, not 5"),
         ({"device": "tpu"}, "device: expected"),
     ],
 )
@@ -100,6 +110,36 @@ def test_what_is_refused(
     assert danlu("quantize", write(tiny_world, tmp_path, **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_codes_are_written_in_another_tools_layout(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same numbers as `export: dense` has, scales apart: these are float16 in GPTQ's folders."""
+    rounding = [{"kind": "nearest", "group": 16}]
+    file = write(tiny_world, tmp_path, calibration=None, quantization=rounding, export="gptq")
+    assert danlu("quantize", file) == 0
+    assert "18,432 of 44,192 parameters at 5.000 bits each" in capsys.readouterr().err
+    values = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (values["quant_method"], values["bits"], values["group_size"], values["sym"]) == ("gptq", 4, 16, True)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    module = "model.layers.0.mlp.up_proj."
+    own = {key.removeprefix(module): value for key, value in tensors.items() if key.startswith(module)}
+    (layout,) = read_layouts({"quantization_config": values}, "config.json")
+    original = load(tiny_world.base).get_parameter("layers.0.mlp.up_proj.weight")
+    wanted = encode(original, Format("int4", (1, 16), "float16")).decode()
+    assert torch.equal(read_weight(layout, own, module).decode(), wanted)
+    assert not torch.equal(encode(original, Format("int4", (1, 16))).decode(), wanted)
+
+
+def test_the_documented_recipe_is_one(tmp_path: Path) -> None:
+    page = (TOP / "docs" / "quantization.md").read_text(encoding="utf-8")
+    block = re.search(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
+    assert block is not None and "stage: quantize" in block[0]
+    (tmp_path / "quantize.yaml").write_text(textwrap.dedent(block[0]))
+    recipe = load_quantize_recipe(tmp_path / "quantize.yaml")
+    assert recipe.export == "compressed-tensors"
+    assert [step.kind for step in recipe.quantization] == ["smoothquant", "gptq"]
 
 
 def test_rows_without_tokens_are_refused(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

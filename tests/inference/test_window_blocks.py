@@ -58,8 +58,9 @@ def test_answers_do_not_hang_on_pool_blocks_drafts_or_preemptions(small_decoder)
 def fill_free_blocks(engine, value):
     pool = engine._scheduler.pool
     free = [block for block in range(pool.blocks) if pool.is_free(block)]
-    for tensor in engine._runner.pool._storage.values():
-        tensor[:, free] = value
+    for tensors in engine._runner.pool._storage.values():
+        for tensor in tensors:
+            tensor[:, free] = value
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
