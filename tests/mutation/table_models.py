@@ -124,7 +124,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_exported_folders.py",
     ),
     Mutation(
-        "assembly/quantizing.py",
+        "assembly/quantized_folder.py",
         "dict.fromkeys([*config.eos_token_ids, *stop_ids])",
         "dict.fromkeys(config.eos_token_ids)",
         "test_exported_folders.py",

@@ -18,7 +18,7 @@ from danlu.core.line_log import OptionalLineLog
 from danlu.core.run_files import ROLLOUTS
 from danlu.core.types import Batch, Objective, Outputs, Role, TopTokens
 from danlu.data.column_store import ColumnType
-from danlu.data.tokenizing import tokenizer_info
+from danlu.data.tokenizer_info import tokenizer_info
 from danlu.inference.resolve_model import ResolvedModel, resolve_model
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config

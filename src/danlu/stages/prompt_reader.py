@@ -17,7 +17,7 @@ from danlu.core.types import Pack
 from danlu.data.batch import empty_like
 from danlu.data.prepare import DatasetSpec, prepare_prompts
 from danlu.data.prompts import Prompt, PromptOrder
-from danlu.data.tokenizing import tokenizer_info
+from danlu.data.tokenizer_info import tokenizer_info
 from danlu.data.tool_calls import unknown_form_line
 from danlu.inference.grammar import check_grammar, form_grammar
 from danlu.inference.request import Completion
