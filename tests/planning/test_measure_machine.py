@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from danlu.planning.machine_profile import Device, MachineProfile, machine_here
 from danlu.planning.measure_links import measure_machine
-from danlu.planning.measure_machine import SIZES, Sizes
+from danlu.planning.measure_machine import SIZES, Sizes, affordable_axes
 
 SMALL = Sizes(
     precisions=("fp32", "bf16"),
@@ -57,3 +58,23 @@ def test_operands_fit_into_the_pool(device: Device) -> None:
     assert sizes.streamed_bytes[-1] <= sizes.pool_bytes
     length, heads, width = (axis[-1] for axis in sizes.attention)
     assert 3 * length * heads * width * 4 <= sizes.pool_bytes
+
+
+def test_sizes_that_take_too_long_are_left_out() -> None:
+    """Pretended seconds: a product at 1 GFLOP/s, attention that grows with the square of its length."""
+    products = ((1, 8, 64, 512, 2048), (64, 256, 1024, 4096), (64, 256, 1024, 4096))
+    tried: list[float] = []
+
+    def seconds(size: tuple[int, ...], rate: float) -> float:
+        tried.append(2 * math.prod(size) / rate)
+        return tried[-1]
+
+    axes = affordable_axes(products, (), lambda size: seconds(size, 1e9), ceiling_s=1.5)
+    assert max(tried) <= 1.5 and all(len(axis) >= 2 for axis in axes)
+    assert all(own == axis[: len(own)] for own, axis in zip(axes, products, strict=True))
+    assert 2 * math.prod(axis[-1] for axis in axes) / 1e9 > 1.5 / 8  # one size more of any axis would be too long
+    assert affordable_axes(products, (), lambda size: seconds(size, 65e9), ceiling_s=1.5) == list(products)
+    lengths = ((64, 256, 1024, 2048), (2, 8))
+    by_square = affordable_axes(lengths, (2, 1), lambda size: size[0] ** 2 * size[1] * 1e-7, ceiling_s=1.0)
+    assert by_square == [(64, 256, 1024), (2, 8)]
+    assert affordable_axes(((1,),), (), lambda size: 9.0, ceiling_s=1.5) == [(1,)]

@@ -34,6 +34,8 @@ Call = Callable[[int], object]
 """An operation, called with the number of its turn."""
 POINT_S = 0.03
 """Seconds for each size of each table: the 350 of a CPU take some 25 s, as one call of the largest takes longer."""
+CEILING_S = 1.5
+"""Seconds of the longest call that is measured."""
 _MOST_COPIES = 16  # of a matrix that takes turns
 _WIDTH = 1024  # of the rows of norms and activations
 
@@ -83,27 +85,69 @@ def measure_tables(device: Device, sizes: Sizes, point_s: float = POINT_S) -> di
 
     All are measured twice, one time after the other, since what else the machine does may last longer than a table.
     """
-    first, second = (_measured_once(device, sizes, point_s / 2) for _ in range(2))
+    affordable: dict[str, list[Axis]] = {}
+    first, second = (_measured_once(device, sizes, point_s / 2, affordable) for _ in range(2))
     return {name: table.fastest(second[name]) for name, table in first.items()}
 
 
-def _measured_once(device: Device, sizes: Sizes, point_s: float) -> dict[str, Table]:
+def _measured_once(device: Device, sizes: Sizes, point_s: float, affordable: dict[str, list[Axis]]) -> dict[str, Table]:
+    """Measures all tables. affordable: the axes of each table, which the first round chooses."""
     clock = _Clock(torch.device(device), point_s, sizes.pool_bytes)
     tables: dict[str, Table] = {}
+
+    def measure(
+        name: str, axes: Sequence[Axis], make: Callable[..., Call], dtype: torch.dtype, powers: Sequence[int] = ()
+    ) -> None:
+        if name not in affordable:
+            affordable[name] = affordable_axes(axes, powers, lambda size: clock.seconds_of_one(make(*size, dtype)))
+        tables[name] = clock.table(affordable[name], make, dtype, powers)
+
     with torch.no_grad():
         for precision in sizes.precisions:
             dtype = DTYPES[precision]
-            tables[f"product {precision}"] = clock.table(sizes.products, clock.product, dtype)
-            tables[f"grouped {precision}"] = clock.table(sizes.grouped, clock.grouped, dtype)
+            measure(f"product {precision}", sizes.products, clock.product, dtype)
+            measure(f"grouped {precision}", sizes.grouped, clock.grouped, dtype)
             for name, streamed in _STREAMED.items():
-                tables[f"{name} {precision}"] = clock.table((sizes.streamed_bytes,), partial(streamed, clock), dtype)
+                measure(f"{name} {precision}", (sizes.streamed_bytes,), partial(streamed, clock), dtype)
             for name, make in (("attention", clock.attention), ("attention_backward", clock.attention_backward)):
-                tables[f"{name} {precision}"] = clock.table(sizes.attention, make, dtype, powers=(2, 1, 1))
-        tables["adamw"] = clock.table((sizes.elements,), clock.adamw, torch.float32)
-        tables["dequantize_nf4"] = clock.table((sizes.elements,), clock.dequantize, torch.float32)
-        tables["call"] = clock.table(((1,),), clock.call, torch.float32)
-        tables["call_trained"] = clock.table(((1,),), clock.call_trained, torch.float32)
+                measure(f"{name} {precision}", sizes.attention, make, dtype, powers=(2, 1, 1))
+        measure("adamw", (sizes.elements,), clock.adamw, torch.float32)
+        measure("dequantize_nf4", (sizes.elements,), clock.dequantize, torch.float32)
+        measure("call", ((1,),), clock.call, torch.float32)
+        measure("call_trained", ((1,),), clock.call_trained, torch.float32)
     return tables
+
+
+def affordable_axes(
+    axes: Sequence[Axis],
+    powers: Sequence[int],
+    seconds: Callable[[tuple[int, ...]], float],
+    ceiling_s: float = CEILING_S,
+) -> list[Axis]:
+    """Returns the axes of a table without the sizes of which a call takes more than `ceiling_s`.
+
+    A processor without units for half precision takes a minute for a product that it makes in a second in float32.
+    Beyond the axes a table extrapolates, and says so. The first two sizes of each axis stay.
+
+    powers: the power of each size that the operation's work grows by; 1 where there are none. seconds: of one call at a
+    size.
+    """
+    kept = [list(axis[:2]) for axis in axes]
+    growth = list(powers) or [1] * len(axes)
+    expected = seconds(tuple(axis[-1] for axis in kept))
+    while True:
+        steps = [
+            ((axis[len(own)] / own[-1]) ** power, number)
+            for number, (axis, own, power) in enumerate(zip(axes, kept, growth, strict=True))
+            if len(own) < len(axis)
+        ]
+        if not steps:
+            return [tuple(axis) for axis in kept]
+        factor, number = min(steps)
+        if expected * factor > ceiling_s:
+            return [tuple(axis) for axis in kept]
+        kept[number].append(axes[number][len(kept[number])])
+        expected = seconds(tuple(axis[-1] for axis in kept))
 
 
 class _Clock:
@@ -131,6 +175,17 @@ class _Clock:
         """Seconds of a call, the median: where other work shares the machine the fastest is a third below most."""
         times = self._cuda_times(call) if self.device.type == "cuda" else self._cpu_times(call)
         return max(1e-9, statistics.median(times))
+
+    def seconds_of_one(self, call: Call) -> float:
+        """Seconds of the second of two calls."""
+        for turn in range(2):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            call(turn)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        return time.perf_counter() - started
 
     def _cpu_times(self, call: Call) -> list[float]:
         call(0)
