@@ -158,9 +158,9 @@ def test_one_adapter_of_several(
         (["{0}", "out", "--weights", "nan"], 2, "error: --weights: 'nan' are not all finite\n"),
         (["{0}", "out", "--majority", "most"], 2, "error: --majority: 'most' is unknown; use total, frequency\n"),
         (
-            ["{0}", "out", "--quantization", "int2"],
+            ["{0}", "out", "--quantization", "int1"],
             2,
-            "error: --quantization: 'int2' is unknown; use nf4, fp4, int8, int",
+            "error: --quantization: 'int1' is unknown; use nf4, fp4, int8, int",
         ),
         (["{0}", "out", "--as-adapter"], 2, "error: --as-adapter makes one adapter of several, without a base"),
         (["{0}", "{1}", "out", "--as-adapter", "--force"], 2, "error: --as-adapter makes one adapter of several"),

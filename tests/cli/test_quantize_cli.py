@@ -17,6 +17,8 @@ from danlu.models.hf_folder import read_config, read_json
 
 STORY = "Tom has a red ball. The ball is big and round. Tom plays with the ball all day long. "
 
+FORMATS = ["nf4", "nf4, scales whole", "fp4", "int8", "int4", "int3", "int2", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+
 
 def test_a_model_in_4_bits(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "nf4"
@@ -65,8 +67,8 @@ def test_a_row_for_each_format(tiny_world: World, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tiny_world.base}: 18,432 parameters in linear layers"
     assert lines[1].split() == ["format", "bits", "error", "worst", "mean"]
-    assert [line.split("  ")[0] for line in lines[2:]] == ["nf4", "nf4, scales whole", "fp4", "int8", "int4"]
-    assert lines[3].split()[3] == "4.500" and len(lines) == 7
+    assert [line.split("  ")[0] for line in lines[2:]] == FORMATS
+    assert lines[3].split()[3] == "4.500" and len(lines) == 2 + len(FORMATS)
 
 
 def test_perplexity_is_that_of_the_model_on_the_text(
@@ -78,7 +80,7 @@ def test_perplexity_is_that_of_the_model_on_the_text(
     assert list(row) == ["model", "parameters", "text", "tokens", "perplexity", "formats"]
     assert [list(one) for one in row["formats"]] == [
         ["format", "bits", "error", "worst", "worst_layer", "mean", "perplexity"]
-    ] * 5
+    ] * len(FORMATS)
     model = AutoModelForCausalLM.from_pretrained(tiny_world.base).eval()
     ids = AutoTokenizer.from_pretrained(tiny_world.base)(STORY * 9)["input_ids"]
     nats = scored = 0.0
@@ -90,11 +92,13 @@ def test_perplexity_is_that_of_the_model_on_the_text(
     assert row["tokens"] == scored and len(ids) > 256
     assert row["perplexity"] == pytest.approx(math.exp(nats / scored), rel=1e-4)
     others = [one["perplexity"] for one in row["formats"]]
-    assert len({round(other, 6) for other in (*others, row["perplexity"])}) == 6  # each is a model of its own
+    assert (
+        len({round(other, 6) for other in (*others, row["perplexity"])}) == len(FORMATS) + 1
+    )  # each is a model of its own
     assert danlu("bench", "quantization", tiny_world.base, "--text", tmp_path / "story.txt", "--tokens", 50) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"perplexity of 49 tokens of {tmp_path / 'story.txt'}"
-    assert lines[2].split()[:2] == ["as", "stored"] and len(lines) == 9
+    assert lines[2].split()[:2] == ["as", "stored"] and len(lines) == 4 + len(FORMATS)
 
 
 def test_what_cannot_be_measured(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,21 +115,25 @@ def test_what_is_refused(
 def test_codes_are_written_in_another_tools_layout(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same numbers as `export: dense` has, scales apart: these are float16 in GPTQ's folders."""
     rounding = [{"kind": "nearest", "group": 16}]
-    file = write(tiny_world, tmp_path, calibration=None, quantization=rounding, export="gptq")
-    assert danlu("quantize", file) == 0
+    file = write(tiny_world, tmp_path, calibration=None, quantization=rounding, export="compressed-tensors")
+    assert danlu("quantize", file, "dtype=bf16") == 0
     assert "18,432 of 44,192 parameters at 5.000 bits each" in capsys.readouterr().err
     values = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (values["quant_method"], values["bits"], values["group_size"], values["sym"]) == ("gptq", 4, 16, True)
+    assert (values["quant_method"], values["format"], values["ignore"]) == (
+        *("compressed-tensors", "pack-quantized"),
+        ["lm_head"],
+    )
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     module = "model.layers.0.mlp.up_proj."
     own = {key.removeprefix(module): value for key, value in tensors.items() if key.startswith(module)}
     (layout,) = read_layouts({"quantization_config": values}, "config.json")
     original = load(tiny_world.base).get_parameter("layers.0.mlp.up_proj.weight")
-    wanted = encode(original, Format("int4", (1, 16), "float16")).decode()
+    wanted = encode(original, Format("int4", (1, 16), "bfloat16")).decode()  # scales are of the model's type
     assert torch.equal(read_weight(layout, own, module).decode(), wanted)
     assert not torch.equal(encode(original, Format("int4", (1, 16))).decode(), wanted)
+    assert danlu("quantize", file, "export=gptq", "output=other") == 4
+    assert "is not of multiples of 32, which gptq's int32 need" in capsys.readouterr().err
 
 
 def test_the_documented_recipe_is_one(tmp_path: Path) -> None:

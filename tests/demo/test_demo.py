@@ -76,7 +76,9 @@ def test_what_it_leaves(finished: Result) -> None:
     assert [len(steps(place.run(stage))) > 1 for stage in STAGES] == [True] * 4
     for stage in STAGES:
         written = recipe.load(place.recipe(stage)).recipe
-        assert written == recipe.load(place.run(stage) / "recipe.yaml").recipe
+        kept = recipe.load(place.run(stage) / "recipe.yaml").recipe
+        assert written.precision in ("auto", kept.precision)  # a run keeps what multiplies faster here
+        assert written.model_copy(update={"precision": kept.precision}) == kept
         model = AutoModelForCausalLM.from_pretrained(place.run(stage) / "model")
         assert model.num_parameters() == 300 * 16 + 4 * 16 * 16 - 2 * 16 * 8 + 3 * 16 * 48 + 3 * 16
         tokenizer = AutoTokenizer.from_pretrained(place.run(stage) / "model")

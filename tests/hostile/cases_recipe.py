@@ -235,7 +235,7 @@ CASES = [
         "value with escapes",
         TRAIN,
         2,
-        ("error: r.yaml:5:12 precision: expected one of auto, fp32, bf16, fp16, not '\\x1b]0;title\\x07'.",),
+        ("error: r.yaml:5:12 precision: expected one of auto, fp32, bf16, fp16, fp8, not '\\x1b]0;title\\x07'.",),
         text(CELLS + 'precision: "\\x1b]0;title\\x07"\n'),
     ),
     Case(

@@ -20,7 +20,7 @@ from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.models.config import ModelConfig, is_of_router
 from danlu.models.hf_config import config_values as hf_config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint
-from danlu.models.hf_layout import HEAD, HFTensor, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
 from danlu.models.sites import sites_of
@@ -137,7 +137,7 @@ class ExportedModel:
 
     def skipped(self) -> list[str]:
         """The linear modules on disk that are not quantized."""
-        linears = {f"{site.name}.weight" for site in sites_of(self.config)} | {HEAD}
+        linears = ({f"{site.name}.weight" for site in sites_of(self.config)} | {HEAD}) - {EMBEDDING}
         modules = [
             tensor.name.removesuffix(".weight")
             for tensor in self.tensors

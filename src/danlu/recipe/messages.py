@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Section
-from danlu.recipe.type_hints import Hint, generic_origin, union_members, variants_of
+from danlu.recipe.sections.base import VariantSection
+from danlu.recipe.type_hints import Hint, field_types, generic_origin, literal_values, union_members, variants_of
 
 _NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -68,6 +69,8 @@ def describe_type(hint: Hint) -> str:
             options += [value if isinstance(value, str) else format_value(value) for value in values]
         elif member is type(None):
             options.append("null")
+        elif isinstance(member, type) and issubclass(member, VariantSection) and len(members) > 1:
+            options += literal_values(field_types(member)["kind"])  # its kind alone, next to other words
         else:
             parts.append(_describe_member(member, bounds))
     if options:

@@ -60,8 +60,8 @@ def _is_literal(value: Any, hint: Hint) -> bool:
 
 
 def _is_literal_or_unknown(value: Any, hint: Hint) -> bool:
-    """Whether a text is a value of its own of a field that also takes a section, or no section's `kind` either."""
-    if not isinstance(value, str) or not literal_values(hint):
+    """Whether a value is one of its own of a field that also takes a section, or no section's `kind` either."""
+    if isinstance(value, dict) or not literal_values(hint):
         return False
     kinds = [kind for each in section_types(hint) for kind in literal_values(field_types(each).get("kind", str))]
     return value in literal_values(hint) or value not in kinds
