@@ -21,10 +21,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
     ("tile", {"parallel": {"tensor": 2}}, "parallel.tensor: scales are of blocks of features"),
     ("row", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: scales are of blocks of tokens"),
-    (
-        *("row", {"parallel": {"pipeline": {"stages": 2, "schedule": "zb-h1"}}}),
-        "parallel.pipeline.schedule: this schedule makes gradients of weights in a pass of their own",
-    ),
     ("tile", {"parallel": {"expert": 2}}, "parallel.expert: scales are of blocks of rows"),
 ]
 

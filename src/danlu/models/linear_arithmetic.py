@@ -105,11 +105,15 @@ def _in_autograd(weights: Sequence[Tensor], deferral: Deferral | None) -> list[T
 
 
 def _gradient_of_weight(
-    deferral: Deferral | None, products: Products, weight: Tensor, grad: Tensor, kept: Sequence[Tensor]
+    deferral: Deferral | None, products: Products, dtype: torch.dtype, grad: Tensor, kept: Sequence[Tensor]
 ) -> Tensor | None:
-    own = None if deferral is None else deferral.only(weight)
-    make: Callable[..., Sequence[Tensor]] = partial(products.weight_gradient, weight.dtype)
-    (gradient,) = made_or_deferred(own, make, grad, *kept)
+    """Returns the gradient of one weight; None where it is left to the queue.
+
+    deferral: of the weight as the forward pass had it. A saved tensor may be another object, with a gradient of its
+    own, where hooks pack saved tensors (`memory.recompute`, the pipeline's activations).
+    """
+    make: Callable[..., Sequence[Tensor]] = partial(products.weight_gradient, dtype)
+    (gradient,) = made_or_deferred(deferral, make, grad, *kept)
     return gradient
 
 
@@ -143,11 +147,13 @@ class _Linears(torch.autograd.Function):
         wants_x, _, _, _, *wanted = ctx.needs_input_grad
         grad_x: Tensor | None = None
         results: list[Tensor | None] = []
+        deferred = iter(() if ctx.deferral is None else ctx.deferral.weights)  # those that are trained, in their order
         for weight, grad, wants in zip(weights, grads, wanted, strict=True):
             if wants_x:
                 part = products.input_gradient(grad, weight)
                 grad_x = part if grad_x is None else grad_x.add_(part)
-            results.append(_gradient_of_weight(ctx.deferral, products, weight, grad, kept) if wants else None)
+            own = ctx.deferral.only(next(deferred)) if wants and ctx.deferral is not None else None
+            results.append(_gradient_of_weight(own, products, weight.dtype, grad, kept) if wants else None)
         return grad_x, None, None, None, *results
 
 
@@ -186,7 +192,7 @@ class _GatedLinear(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[6]:
             of_activated = arithmetic.keep(activated.detach())
-            grad_weight = _gradient_of_weight(ctx.deferral, products, weight, grad, of_activated)
+            grad_weight = _gradient_of_weight(ctx.deferral, products, weight.dtype, grad, of_activated)
         grad_gate, grad_up = torch.autograd.grad(activated, (gate, up), products.input_gradient(grad, weight))
         return grad_gate, grad_up, None, None, None, None, grad_weight
 

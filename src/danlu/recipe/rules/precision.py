@@ -39,9 +39,3 @@ def _not_in_8_bits(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         if degree > 1:
             reason = f"scales are of blocks of {cut}, and this layout is not compared with one process yet"
             yield key, reason, "Use parallel.data, shard or pipeline"
-    if parallel.pipeline.defers_weight_gradients and parallel.pipeline.stages > 1:
-        reason = (
-            "this schedule makes gradients of weights in a pass of their own, where products in 8 bits lose a part of "
-            "them (measured: a gradient norm of 1.33 in place of 1.55)"
-        )
-        yield "parallel.pipeline.schedule", reason, "Use 1f1b, interleaved or gpipe"
