@@ -118,7 +118,9 @@ def test_codes_are_written_in_another_tools_layout(
     rounding = [{"kind": "nearest", "group": 16}]
     file = write(tiny_world, tmp_path, calibration=None, quantization=rounding, export="compressed-tensors")
     assert danlu("quantize", file, "dtype=bf16") == 0
-    assert "18,432 of 44,192 parameters at 5.000 bits each" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "18,432 of 44,192 parameters at 5.000 bits each" in shown
+    assert "for engines that read compressed-tensors; danlu reads dense and fp8" in shown and "danlu eval" not in shown
     values = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (values["quant_method"], values["format"], values["ignore"]) == (
         *("compressed-tensors", "pack-quantized"),
