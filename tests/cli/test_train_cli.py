@@ -33,8 +33,8 @@ def test_more_processes_than_cores_are_told_of(
 
 
 def test_a_wrong_recipe_is_told_without_numpy_and_torch() -> None:
-    """They take a tenth of a second and more than one; `danlu.core.types` is the control: it brings numpy."""
-    for module, loaded in (("danlu.cli.train", "[]"), ("danlu.core.types", "['numpy']")):
+    """They take a tenth of a second and more than one; `danlu.data.token_cache` is the control: it brings numpy."""
+    for module, loaded in (("danlu.cli.train", "[]"), ("danlu.data.token_cache", "['numpy']")):
         seen = f"import sys, {module}; print([name for name in ('numpy', 'torch') if name in sys.modules])"
         done = subprocess.run([sys.executable, "-P", "-c", seen], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == loaded, module
