@@ -13,6 +13,7 @@ from builders.tiny_world import World, danlu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from danlu.assembly.base_model import weight_layouts
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
@@ -145,3 +146,42 @@ def test_lora_over_mxfp4_is_lora_over_the_dequantized_weights(tiny_world: World,
     assert all(torch.equal(over_packed[name], over_dense[name]) for name in over_packed)
     assert any(tensor.any() for name, tensor in over_packed.items() if "lora_B" in name)
     assert not all(torch.equal(over_other[name], over_dense[name]) for name in over_dense)  # control
+
+
+def test_a_folder_of_codes_is_trained_on_evaluated_and_merged(
+    tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """LoRA over codes that stay as they are equals LoRA over their numbers; a whole model starts from these."""
+    codes, dense = tmp_path / "codes", tmp_path / "dense"
+    rounding = [{"kind": "nearest", "group": 16, "bits": 3}]
+    values = {"stage": "quantize", "model": str(tiny_world.base), "quantization": rounding, "output": str(codes)}
+    (tmp_path / "quantize.yaml").write_text(json.dumps({**values, "export": "compressed-tensors", "threads": 1}))
+    assert danlu("quantize", tmp_path / "quantize.yaml") == 0
+    assert f"danlu eval {codes}" in capfd.readouterr().err
+    save(load(codes, layouts=weight_layouts(codes)), dense, tokenizer_from=tiny_world.tokenizer)
+    adapter = {"kind": "lora", "rank": 2}
+    results = {}
+    for base in (codes, dense, tiny_world.base):
+        run = tmp_path / f"lora-{base.name}"
+        assert danlu("train", recipe(tiny_world, run, base, adapter=adapter, steps=3)) == 0
+        results[base] = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert len(results[codes]) > 8
+    assert all(torch.equal(results[codes][name], results[dense][name]) for name in results[dense])
+    assert not all(torch.equal(results[codes][name], results[tiny_world.base][name]) for name in results[dense])
+    capfd.readouterr()
+    assert danlu("eval", codes, "--data", tiny_world.chat, "--json") == 0
+    of_codes = capfd.readouterr().out
+    assert danlu("eval", dense, "--data", tiny_world.chat, "--json") == 0
+    assert json.loads(of_codes)["loss"] == json.loads(capfd.readouterr().out)["loss"]
+    assert danlu("merge", tmp_path / "lora-codes" / "adapter", tmp_path / "merged") == 0
+    assert danlu("merge", tmp_path / "lora-dense" / "adapter", tmp_path / "merged-dense") == 0
+    merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "merged-dense"))
+    assert all(torch.equal(merged[name], expected[name]) for name in expected) and merged.keys() == expected.keys()
+    capfd.readouterr()
+    assert danlu("train", recipe(tiny_world, tmp_path / "full", codes, steps=3)) == 0
+    shown = capfd.readouterr().err
+    assert "model.path: weights stored as compressed-tensors are dequantised; the result has them in float32" in shown
+    assert danlu("train", recipe(tiny_world, tmp_path / "full-dense", dense, steps=3)) == 0
+    trained, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("full", "full-dense"))
+    assert all(torch.equal(trained[name], other[name]) for name in other)
+    assert "quantization_config" not in json.loads((tmp_path / "full" / "model" / "config.json").read_text())

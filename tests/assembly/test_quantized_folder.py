@@ -10,32 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from builders.exported_folders import FAMILIES, export, linears_of
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.assembly.layerwise_quantizing import quantized_sites
 from danlu.assembly.quantized_folder import ExportedModel
 from danlu.core.errors import ModelError
-from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.numerics.format import Format, Scaled, encode
+from danlu.numerics.format import Format
 from danlu.numerics.weight_layout_config import Export, read_layouts
 from danlu.numerics.weight_layouts import read_weight
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 64, "intermediate_size": 96},
-    "phi3": {"model_type": "phi3", "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0},  # fused projections
-    "mixtral": {
-        "model_type": "mixtral",
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    },
-}
 FORMATS: dict[Export, Format] = {
     "compressed-tensors": Format("int4", (1, 16)),
     "gptq": Format("int4", (1, 32), "float16"),
@@ -52,32 +40,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in FAMILIES}
 
 
-def names_of(folder: Path, *, experts: bool = True) -> list[str]:
-    config = read_config(folder)
-    return [
-        f"layers.{number}.{name}.weight"
-        for number in range(len(config.layers))
-        for name in quantized_sites(config, number, experts=experts)
-    ]
-
-
-def export(source: Path, target: Path, form: Format, kind: Export, *, experts: bool = True) -> tuple[Decoder, set[str]]:
-    """Writes a model rounded to the nearest; returns the model with the numbers of the codes, and what has codes."""
-    model = load(source)
-    codes: dict[str, Scaled] = {}
-    with torch.no_grad():
-        for name in names_of(source, experts=experts):
-            parameter = model.get_parameter(name)
-            codes[name] = encode(parameter, form)
-            parameter.copy_(codes[name].decode())
-    exported = ExportedModel(read_config(source), form, kind, list(codes))
-    exported.write(source, target, dtype=torch.float32, value=model.get_parameter, scaled=codes.__getitem__)
-    return model, exported.names
-
-
 def read_back(folder: Path, names: set[str]) -> dict[str, Tensor]:
     """The quantized weights of a folder, decoded from its own tensors by what its config.json says."""
-    (layout,) = read_layouts(json.loads((folder / "config.json").read_text()), str(folder))
+    layouts = read_layouts(json.loads((folder / "config.json").read_text()), str(folder))
+    assert layouts is not None
+    (layout,) = layouts.layouts
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for name in names:
@@ -136,25 +103,29 @@ def test_danlu_reads_its_fp8(folders: dict[str, Path], tmp_path: Path) -> None:
 )
 def test_what_a_layout_cannot_hold(folders: dict[str, Path], kind: Export, form: Format, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ExportedModel(read_config(folders["llama"]), form, kind, names_of(folders["llama"]))
+        ExportedModel(read_config(folders["llama"]), form, kind, linears_of(folders["llama"]))
 
 
 def test_one_tensor_of_several_scales(folders: dict[str, Path]) -> None:
     form = Format("e2m1", (1, 16), "e4m3")
-    ExportedModel(read_config(folders["llama"]), form, "nvfp4", names_of(folders["llama"]))
+    ExportedModel(read_config(folders["llama"]), form, "nvfp4", linears_of(folders["llama"]))
     with pytest.raises(ModelError, match="is made of 3 weights, each with a scale of its own tensor"):
-        ExportedModel(read_config(folders["phi3"]), form, "nvfp4", names_of(folders["phi3"]))
+        ExportedModel(read_config(folders["phi3"]), form, "nvfp4", linears_of(folders["phi3"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["compressed-tensors", "mxfp4", "nvfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", "mxfp8", "mxfp4", "nvfp4", "fp8"])
 def test_transformers_computes_with_the_same_numbers(folders: dict[str, Path], tmp_path: Path, kind: Export) -> None:
     transformers = pytest.importorskip("transformers")
-    own: dict[Export, Format] = {"nvfp4": Format("e2m1", (1, 16), "e4m3"), "fp8": Format("e4m3", (128, 128))}
+    own: dict[Export, Format] = {
+        "nvfp4": Format("e2m1", (1, 16), "e4m3"),
+        "fp8": Format("e4m3", (128, 128)),
+        "mxfp8": Format("e4m3", (1, 32), "e8m0"),
+    }
     model, _ = export(folders["llama"], tmp_path / "out", own.get(kind) or FORMATS[kind], kind)
     if kind == "nvfp4":  # compressed-tensors makes these numbers in bfloat16
         with torch.no_grad():
-            for name in names_of(folders["llama"]):
+            for name in linears_of(folders["llama"]):
                 parameter = model.get_parameter(name)
                 parameter.copy_(parameter.bfloat16())
     save(model, tmp_path / "dense")

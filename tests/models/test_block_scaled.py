@@ -247,6 +247,6 @@ def test_other_fp8_is_refused(settings: dict[str, Any], tiny_model: Callable[...
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match="of FP8 danlu reads E4M3 with a scale for each block"):
         load(tmp_path)
-    values["quantization_config"] = {"quant_method": "gptq"}
-    with pytest.raises(ModelError, match=r"weights stored quantised \(gptq\) are not supported"):
+    values["quantization_config"] = {"quant_method": "hqq"}
+    with pytest.raises(ModelError, match=r"weights stored quantised \(hqq\) are not supported; use the original"):
         read_config_values(values)

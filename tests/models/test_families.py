@@ -394,7 +394,7 @@ def test_stories_model_tells_the_published_story(shared_data: Path) -> None:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama-2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights stored quantised"),
+    ("llama-2", {"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: weights stored quantised"),
     ("llama-2", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported; supported: gelu, gelu_fast"),
     ("llama-2", {"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
     ("llama-2", {"rope_scaling": {"rope_type": "nosuch"}}, "rotary scaling 'nosuch' is not supported for this"),

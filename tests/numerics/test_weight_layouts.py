@@ -13,6 +13,7 @@ from builders.scaled_formats import FORMATS
 from torch import Tensor
 
 from danlu.core.errors import ModelError
+from danlu.models.block_scaled import CODED_METHODS
 from danlu.numerics.format import Format, Scaled, encode
 from danlu.numerics.weight_layout_config import (
     METHODS,
@@ -36,6 +37,7 @@ COMPRESSED = {
     "fp8 tensor": Format("e4m3", (0, 0)),
     "fp8 rows": Format("e4m3", (1, 0), "bfloat16"),
     "fp8 blocks": Format("e4m3", (16, 32), "bfloat16"),
+    "mxfp8": FORMATS["mxfp8"],
     "mxfp4": FORMATS["mxfp4"],
     "nvfp4": FORMATS["nvfp4"],
 }
@@ -59,8 +61,9 @@ def by_ends(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def layout(export: Export, form: Format) -> WeightLayout:
     values = {"quantization_config": config_values(export, form, skip=["lm_head"])}
-    (read,) = read_layouts(values, "config.json")
-    return read
+    read = read_layouts(values, "config.json")
+    assert read is not None
+    return read.layouts[0]
 
 
 def theirs(form: Format) -> tuple[Any, Any]:
@@ -203,7 +206,7 @@ PROBLEMS: dict[str, tuple[Export, Format, tuple[int, int] | None, str]] = {
     "mxfp4": ("mxfp4", FORMATS["nvfp4"], None, "mxfp4 does not hold e2m1 with scales of e4m3"),
     "inputs": ("nvfp4", FORMATS["nvfp4"], (8, 24), "24 inputs are not in whole groups of 16"),
     "blocks": ("compressed-tensors", Format("int8", (16, 16)), None, "for each group of inputs of a row"),
-    "mxfp8": ("compressed-tensors", FORMATS["mxfp8"], None, "does not hold e4m3 with scales of e8m0"),
+    "mxfp8": ("mxfp8", FORMATS["mxfp4"], None, "mxfp8 does not hold e2m1 with scales of e8m0"),
 }
 
 
@@ -236,7 +239,7 @@ def test_weights_that_are_spoilt() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "awq", "version": "gemv"}, "the layout gemm, not 4 in 'gemv'"),
+        ({"quant_method": "awq", "version": "gemv"}, "in the layout gemm, not 4 in 'gemv'"),
         ({"quant_method": "gptq", "bits": 5}, "2, 3, 4 and 8 bits"),
         ({"quant_method": "gptq", "group_size": 0}, "in groups of 0"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "not 4 in 'marlin'"),
@@ -254,5 +257,6 @@ def test_what_config_json_may_not_say(settings: dict[str, Any], message: str) ->
 
 
 def test_methods_and_exports() -> None:
-    assert set(EXPORTS) - set(METHODS) == {"fp8", "mxfp4", "nvfp4"}
-    assert read_layouts({}, "config.json") == read_layouts({"quantization_config": {"quant_method": "fp8"}}, "") == ()
+    assert set(EXPORTS) - set(METHODS) == {"fp8", "mxfp8", "mxfp4", "nvfp4"}
+    assert METHODS == CODED_METHODS  # the room of models has a list of its own
+    assert read_layouts({}, "config.json") is read_layouts({"quantization_config": {"quant_method": "fp8"}}, "") is None

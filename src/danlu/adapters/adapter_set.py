@@ -185,6 +185,15 @@ class AdapterSet:
                 )
         return weight
 
+    def changed_by_initialization(self) -> set[str]:
+        """Names of the base's parameters from which `prepare_weight` takes a part, or may."""
+        return {
+            f"{name}.weight"
+            for added in self.added.values()
+            for name, module in added.modules.items()
+            if isinstance(module, LowRank) and added.section.init in BASE_CHANGING_INITS
+        }
+
     @torch.no_grad()
     def loaded_weight(self, site: Site) -> Tensor | None:
         """A site's weight [O, I] as it was loaded, in float32 or wider: base plus all that was subtracted from it.

@@ -16,7 +16,7 @@ from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_and_unload, merged_par
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.adapters.token_rows import TokenRows
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, check_base, rotated_by
+from danlu.assembly.base_model import Base, check_base, rotated_by, weight_layouts
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
 from danlu.assembly.recipe_adapters import named_stack, open_named, recipe_base, take_last, trained_tokens
 from danlu.core.errors import RecipeError
@@ -122,7 +122,7 @@ def merged_model(model: sections.Model, *, device: torch.device, config: ModelCo
     assert model.path is not None, "the recipe's rules ask for a base"
     base = recipe_base(model)
     folders = open_named(model.adapters, base)
-    decoder = load(base.folder, device=device, config=config)
+    decoder = load(base.folder, device=device, config=config, layouts=weight_layouts(base.folder))
     adapters = adapters_of(decoder, device=device)
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(folders))

@@ -1,19 +1,30 @@
-"""The model that adapters sit on: finding it, and telling it from another. No torch here."""
+"""The model that adapters sit on: finding it, how it stores its weights, and telling it from another. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
+from danlu.models.block_scaled import CODED_METHODS, quantization_method
 from danlu.models.config import ModelConfig, same_rotation, with_rotation_of
-from danlu.models.hf_folder import CONFIG, fingerprint, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import (
+    CONFIG,
+    INDEX,
+    SINGLE_FILE,
+    fingerprint,
+    read_config,
+    read_json,
+    read_tensors,
+    resolve_folder,
+)
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_config import AdapterFolder
+    from danlu.numerics.weight_layout_config import FolderLayouts
 
 ORIGIN = "danlu.json"
 """File of a folder that danlu quantized: which model it was made from."""
@@ -45,6 +56,43 @@ def find_base(path: str | Path) -> Base:
     named = str(folder.resolve()) if Path(path).expanduser().is_dir() else str(path)
     origin = read_json(folder / ORIGIN).get(ORIGIN_KEY) if (folder / ORIGIN).is_file() else None
     return Base(named, folder, fingerprint(folder), origin)
+
+
+def weight_layouts(folder: Path) -> FolderLayouts | None:
+    """How a model folder stores its quantized weights, where its config.json names compressed-tensors, awq or gptq.
+
+    Raises ModelError for settings that danlu does not read.
+    """
+    return layouts_of(read_json(folder / CONFIG), folder)
+
+
+def layouts_of(values: Mapping[str, Any], folder: Path) -> FolderLayouts | None:
+    """Returns `weight_layouts` of a folder with a config.json of these values."""
+    if quantization_method(values) not in CODED_METHODS:
+        return None
+    from danlu.numerics.weight_layout_config import read_layouts  # other folders do without
+
+    return read_layouts(values, str(folder / CONFIG))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, and not config.json alone."""
+    return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX))
+
+
+def holds_codes(folder: Path) -> bool:
+    """Whether a folder has weights as codes, which its config.json may say of dense ones too; so where it has none."""
+    return not has_weights(folder) or any(
+        name.endswith((".qweight", ".weight_packed")) or each.dtype in ("I8", "F8_E4M3", "U8")
+        for name, each in read_tensors(folder).items()
+    )
+
+
+def stored_method(folder: Path) -> str | None:
+    """The method by which a folder's weights are quantized, as its config.json names it; None of dense weights."""
+    values = read_json(folder / CONFIG)
+    method = quantization_method(values)
+    return None if method in CODED_METHODS and not holds_codes(folder) else method
 
 
 def base_of(

@@ -16,9 +16,11 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.adapters.targets import ROW_GROUPS
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.layer_types import Site
 from danlu.core.shard_box import ShardBox
+from danlu.models.block_scaled import Codes
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config
@@ -26,7 +28,7 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
-from danlu.numerics.format import Format
+from danlu.numerics.format import Format, Scaled
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
@@ -118,7 +120,7 @@ def load_frozen(
 
     Args:
         quantization: section of the recipe for the linear layers (not the head), experts included, each of which is
-            quantized by itself; None keeps the stored form.
+            quantized by itself; None keeps the stored form: codes and scales of a folder in few bits stay as they are.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
         token_ids: the tokens with rows of embedding and head that new adapters train, by the adapters' names.
         saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
@@ -168,9 +170,14 @@ def load_frozen(
         device=device,
         take=take,
         unpack=partial(_unpack, device),
-        stack=lambda name, matrices: StackedWeight(cast(Sequence[FourBitWeight], matrices), where=f"{folder}: {name}"),
+        stack=lambda name, matrices: StackedWeight(
+            cast(Sequence[QuantizedWeightModule], matrices), where=f"{folder}: {name}"
+        ),
         layer_loaded=layer_loaded,
         boxes={} if layer_hook is None else layer_hook.boxes,
+        layouts=weight_layouts(folder),
+        keep=partial(_kept, dtype, device),
+        may_keep={f"{name}.weight" for name in linears} - whole - adapters.changed_by_initialization(),
     )
     adapters.finish_loading()
     return adapted
@@ -184,6 +191,7 @@ def check_frozen(folder: Path, quantization: Any = None, config: ModelConfig | N
         folder,
         config or read_config(folder),
         lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
+        layouts=weight_layouts(folder),
     )
 
 
@@ -223,6 +231,13 @@ def quantize_stack(weight: Tensor, section: Any, name: str = "a stack of matrice
 
 def _rounded(section: Any, weight: Tensor) -> Tensor:
     return quantize_weight(weight, section).dense(torch.float32)
+
+
+def _kept(dtype: torch.dtype, device: torch.device | str, codes: Codes, rows: Sequence[slice]) -> list[ScaledWeight]:
+    """The parts of a weight by its own codes and scales."""
+    scaled = cast(Scaled, codes)
+    parts = [scaled] if len(rows) == 1 else [scaled.box(part, slice(0, scaled.shape[1])) for part in rows]
+    return [ScaledWeight.of(part, dtype).to(device) for part in parts]
 
 
 def _unpack(

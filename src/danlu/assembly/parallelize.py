@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
 from danlu.assembly.recipe_adapters import model_folder
@@ -135,7 +136,8 @@ def subject_of(
     if resumed:
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
-        return Subject(load(model_folder(recipe.model), device=device, config=config))
+        folder = model_folder(recipe.model)
+        return Subject(load(folder, device=device, config=config, layouts=weight_layouts(folder)))
     model = build(config, device=device)
     initialize(model, recipe.seed)
     return Subject(model)
@@ -376,7 +378,8 @@ def fill(local: Mapping[str, LocalParameter], config: ModelConfig, model: Model,
     drawn from the seed."""
     if model.path is not None:
         targets = {name: (parameter.local, parameter.box) for name, parameter in local.items()}
-        load_boxes(model_folder(model), config, targets)
+        folder = model_folder(model)
+        load_boxes(folder, config, targets, layouts=weight_layouts(folder))
         return
     for name, parameter in local.items():
         parameter.local.copy_(initial_value(config, name, parameter.box, seed))

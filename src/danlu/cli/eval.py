@@ -183,13 +183,15 @@ def request_of(
     may_classify: bool = True,
 ) -> Request:
     """Resolves the decoder that flags name. Raises a DanluError for its faults, without reading weights."""
+    from danlu.assembly.base_model import weight_layouts
     from danlu.inference.quantization_choice import quantization_section
     from danlu.inference.resolve_model import resolve_model
     from danlu.models.hf_folder import check_headers
 
     resolved = resolve_model(model, loading.base, may_classify=may_classify)
     print_status_early(f"reading {resolved.given_path} and {data}")
-    check_headers(resolved.folder, resolved.config, quantized=True)  # before rows are tokenised
+    layouts = weight_layouts(resolved.folder)
+    check_headers(resolved.folder, resolved.config, quantized=True, layouts=layouts)  # before rows are tokenised
     quantization_section(loading.quantization, resolved)  # likewise
     template = None if loading.chat_template is None else str(loading.chat_template)
     tokenizer, load = partial(loading.load_tokenizer, resolved), partial(loading.load, resolved)

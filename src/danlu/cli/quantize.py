@@ -101,9 +101,5 @@ def _quantize_by_recipe(file: Path, overrides: list[str], flags: list[str]) -> N
     print_status(
         f"{result.folder} by {', '.join(step.kind for step in recipe.quantization)}{calibrated}: "
         f"{result.quantized:,} of {result.parameters:,} parameters at {result.bits:.3f} bits each\n"
-        + (
-            f"model in {recipe.output}: try `danlu eval {recipe.output} --data FILE`"
-            if recipe.export in ("dense", "fp8")
-            else f"model in {recipe.output}, for engines that read {recipe.export}; danlu reads dense and fp8"
-        )
+        f"model in {recipe.output}: try `danlu eval {recipe.output} --data FILE`"
     )

@@ -1,15 +1,17 @@
-"""Weights in 8 and 4 bits with a scale for each block, as they are published: FP8 with blocks of a matrix, and MXFP4.
+"""Weights in 8 bits or fewer with a scale for each block, as they are published, located by the headers of a folder.
 
-They are read as transformers dequantises them, and written dense. Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3),
-OCP Microscaling Formats (MX) v1.0.
+FP8 with blocks of a matrix, and MXFP4, are dequantised here as transformers does. The tensors of other methods become a
+weight by a layout that the caller hands in (`FolderLayouts`), for this room knows no formats. All are written dense.
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3), OCP Microscaling Formats (MX) v1.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import TensorLocation
@@ -18,8 +20,12 @@ from danlu.core.shard_box import ShardBox
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from danlu.models.hf_layout import HFTensor
+
 METHODS = ("fp8", "mxfp4")
 """The `quant_method` values of folders with weights that are dequantised while they are read."""
+CODED_METHODS = ("compressed-tensors", "awq", "gptq")
+"""The `quant_method` values of folders with weights that a layout of `FolderLayouts` reads."""
 MX_BLOCK = 32
 """Values that share a scale, along the inputs."""
 _FP8, _SCALE = "F8_E4M3", "_scale_inv"
@@ -101,6 +107,135 @@ class ScaledLocation:
         return dequantize_fp8(values, scales, self.block, (at[-2] % self.block[0], at[-1] % columns))
 
 
+class Codes(Protocol):
+    """A weight [O, I] as codes with scales."""
+
+    def decode(self) -> Tensor: ...  # its numbers, float32
+
+
+class WeightLayout(Protocol):
+    """How the tensors of one weight [O, I] lie in a folder; all are named by the ends of their names."""
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], stored_shape: tuple[int, int] | None) -> tuple[int, int]: ...
+
+    def read(self, tensors: Mapping[str, Tensor], where: str) -> Codes: ...
+
+
+class FolderLayouts(Protocol):
+    """How a folder stores its quantized weights."""
+
+    @property
+    def method(self) -> str: ...  # `quant_method` of its config.json
+
+    def of(self, module: str) -> WeightLayout | None: ...  # by the module's name in the folder
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLocation:
+    """The location of a weight [O, I] in several tensors, which a layout reads."""
+
+    layout: WeightLayout
+    tensors: Mapping[str, TensorLocation]
+    """The tensors by the ends of their names ("qweight")."""
+    shape: tuple[int, ...]
+
+    @property
+    def codes(self) -> TensorLocation:
+        """The location of the codes."""
+        return next(self.tensors[end] for end in _CODES if end in self.tensors)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the dense weight, as safetensors names it."""
+        return "F32"
+
+    @property
+    def file(self) -> Path:
+        """The file of the codes."""
+        return self.codes.file
+
+    @property
+    def offset(self) -> int:
+        """The offset of the codes in their file."""
+        return self.codes.offset
+
+
+StoredLocation = TensorLocation | ScaledLocation | CodedLocation
+"""The location of a weight as a folder stores it."""
+_CODES = ("weight_packed", "qweight", "weight")
+_ENDS = (
+    *(*_CODES, "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
+    *("qzeros", "scales", "g_idx"),
+)
+_OF_ACTIVATIONS = (
+    *(f"{side}_{what}" for side in ("input", "output") for what in ("scale", "zero_point", "global_scale", "g_idx")),
+    *(f"{side}_{what}" for side in ("q", "k", "v") for what in ("scale", "zero_point")),
+)
+"""Ends of the names of constants for the activations, and the cached keys and values, of a kernel: they change no
+weight, and danlu computes these in the type of activations."""
+
+
+def with_codes(
+    stored: Mapping[str, StoredLocation], layouts: FolderLayouts, full_name: Callable[[str], str]
+) -> tuple[dict[str, StoredLocation], list[str]]:
+    """Joins the tensors that make one weight together by the layouts of a folder.
+
+    full_name: the name in the folder of a tensor. Returns the tensors by name, without constants for activations, and
+    messages about those that do not fit together.
+    """
+    named = {name: each for name, each in stored.items() if name.rpartition(".")[2] not in _OF_ACTIVATIONS}
+    problems = []
+    for name, location in stored.items():
+        module, _, end = name.rpartition(".")
+        if end not in _CODES or (end == "weight" and location.dtype not in ("I8", _FP8)):
+            continue
+        layout = layouts.of(full_name(name).rpartition(".")[0])
+        parts = {each: part for each in _ENDS if isinstance(part := stored.get(f"{module}.{each}"), TensorLocation)}
+        for each in parts:
+            named.pop(f"{module}.{each}", None)
+        try:
+            if layout is None:
+                raise ModelError("quantization_config of config.json has no settings for it")
+            shape = layout.shape({each: part.shape for each, part in parts.items()}, _two(parts.get("weight_shape")))
+            named[f"{module}.weight"] = CodedLocation(layout, parts, shape)
+        except (ModelError, OSError, struct.error) as error:
+            problems.append(f"{module} in {location.file.name}: {error}")
+    return named, problems
+
+
+def _two(location: TensorLocation | None) -> tuple[int, int] | None:
+    """The numbers of a tensor of two, int64 or int32. Raises ModelError for another one."""
+    if location is None:
+        return None
+    if location.dtype not in ("I64", "I32") or location.shape != (2,):
+        raise ModelError(f"weight_shape is {location.dtype} of shape {list(location.shape)}, not two integers")
+    with location.file.open("rb") as file:
+        file.seek(location.offset)
+        first, second = struct.unpack("<2q" if location.dtype == "I64" else "<2i", file.read(location.bytes))
+    return first, second
+
+
+def is_zero(location: TensorLocation) -> bool:
+    """Whether all bytes of a small tensor are zero."""
+    with location.file.open("rb") as file:
+        file.seek(location.offset)
+        return not any(file.read(location.bytes))
+
+
+def keepable(located: Iterable[tuple[HFTensor, StoredLocation]]) -> set[str]:
+    """The parameters that can keep the codes of a folder: those whose tensors each have codes, and whole rows of them
+    in the parameter's own order."""
+    kept: dict[str, bool] = {}
+    for tensor, location in located:
+        names = [part.parameter for part in tensor.parts]
+        of_rows = isinstance(location, CodedLocation) and len(set(names)) == len(names)
+        of_rows = of_rows and all(part.is_plain and part.box.sizes[-1] == tensor.shape[-1] for part in tensor.parts)
+        for part in tensor.parts:
+            whole = part.box.sizes[-2:] == part.box.global_shape[-2:]
+            kept[part.parameter] = kept.get(part.parameter, True) and of_rows and whole
+    return {name for name, can_be in kept.items() if can_be}
+
+
 def _box(shape: tuple[int, ...], first: list[int], ends: list[int]) -> ShardBox:
     return ShardBox(shape, tuple(first), tuple(end - start for start, end in zip(first, ends, strict=True)))
 
@@ -154,12 +289,18 @@ def with_scaled(
     return named, [f"{name} in {each.file.name}: {problem}" for name, each in scaled if (problem := each.problem())]
 
 
+def quantization_method(values: Mapping[str, Any]) -> str | None:
+    """The `quant_method` of a config.json; None where it names none."""
+    settings = values.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    return method if isinstance(method, str) else None
+
+
 def scaled_method(values: Mapping[str, Any]) -> str | None:
     """Returns the method by which weights are dequantised while they are read, by a config.json: one of `METHODS`, or
     None.
     """
-    settings = values.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    method = quantization_method(values)
     return method if method in METHODS else None
 
 

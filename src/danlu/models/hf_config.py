@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import ModelError
-from danlu.models.block_scaled import METHODS
+from danlu.models.block_scaled import CODED_METHODS, METHODS
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.families import FAMILIES, READ_AS
 from danlu.models.families.family import ARCHITECTURE_ENDINGS, DEFAULTS, Family
@@ -160,9 +160,12 @@ _LEFT_OUT = ("head_dim", "num_key_value_heads", "partial_rotary_factor", "rope_t
 def _refuse_unsupported(hf: HFValues, family: Family) -> None:
     if "quantization_config" in hf:
         method = hf.section("quantization_config").get("quant_method", "unknown method")
-        if method not in ("bitsandbytes", *METHODS):
+        known = ("bitsandbytes", *METHODS, *CODED_METHODS)
+        if method not in known:
             raise hf.error(
-                "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
+                "quantization_config",
+                f"weights stored quantised ({method}) are not supported; use the original weights, or a folder in one "
+                f"of {', '.join(known)}",
             )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if not family.has_experts and key in hf and hf.integer(key) > 1:

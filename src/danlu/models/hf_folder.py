@@ -21,7 +21,18 @@ from danlu.core.output_folder import shortened
 from danlu.core.safetensors_format import FLOAT_DTYPES, TensorLocation, read_header
 from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
 from danlu.core.tokenizer_files import TOKENIZER_FILES
-from danlu.models.block_scaled import ScaledLocation, fp8_block, with_scaled
+from danlu.models.block_scaled import (
+    CODED_METHODS,
+    CodedLocation,
+    FolderLayouts,
+    ScaledLocation,
+    StoredLocation,
+    fp8_block,
+    is_zero,
+    quantization_method,
+    with_codes,
+    with_scaled,
+)
 from danlu.models.config import ModelConfig
 from danlu.models.families import READ_AS
 from danlu.models.hf_config import read_config_values
@@ -287,8 +298,32 @@ def own_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
     """Returns the locations of the tensors that danlu trains, by name among `hf_tensors`. Raises ModelError as
     `read_tensors`.
     """
-    named = ((own_name(name, config), location) for name, location in read_tensors(folder).items())
-    return {name: location for name, location in named if name is not None}
+    return {own: location for own, (_, location) in _own_tensors(folder, config).items()}
+
+
+def _own_tensors(folder: Path, config: ModelConfig) -> dict[str, tuple[str, TensorLocation]]:
+    """The names in the folder and locations of `own_tensors`."""
+    named = ((own_name(name, config), name, location) for name, location in read_tensors(folder).items())
+    return {own: (name, location) for own, name, location in named if own is not None}
+
+
+def stored_tensors(
+    folder: Path, config: ModelConfig, layouts: FolderLayouts | None
+) -> tuple[dict[str, StoredLocation], list[str]]:
+    """The tensors that danlu trains by name among `hf_tensors`, those that make one weight together joined, and
+    messages about those that do not fit together.
+
+    layouts: how the folder stores its quantized weights, where its config.json names one of `CODED_METHODS`.
+    Raises ModelError as `read_tensors`, and as `fp8_block`.
+    """
+    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    own = _own_tensors(folder, config)
+    locations = {name: location for name, (_, location) in own.items()}
+    scaled, problems = with_scaled(locations, fp8_block(values, str(folder / CONFIG)))
+    if layouts is None:
+        return {**scaled}, problems
+    stored, apart = with_codes(scaled, layouts, lambda name: own[name][0])
+    return stored, problems + apart
 
 
 def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
@@ -297,7 +332,7 @@ def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLoca
     return {name: location for name, location in stored.items() if own_name(name, config) is None}
 
 
-def expected_tensors(config: ModelConfig, stored: Mapping[str, TensorLocation | ScaledLocation]) -> list[HFTensor]:
+def expected_tensors(config: ModelConfig, stored: Mapping[str, StoredLocation]) -> list[HFTensor]:
     """The tensors that a folder is to hold, as they lie in it: experts one by one or stacked, as it has them; of
     MXFP4's numbers the inputs, which share scales, last.
 
@@ -308,9 +343,7 @@ def expected_tensors(config: ModelConfig, stored: Mapping[str, TensorLocation | 
     return [as_stored(tensor, stored.get(tensor.name), either_way=either_way) for tensor in tensors]
 
 
-def as_stored(
-    tensor: HFTensor, location: TensorLocation | ScaledLocation | None, *, either_way: bool = False
-) -> HFTensor:
+def as_stored(tensor: HFTensor, location: StoredLocation | None, *, either_way: bool = False) -> HFTensor:
     """A tensor as it lies in a folder: MXFP4's numbers have the inputs last, which share scales.
 
     either_way: whether folders have the matrices of experts either way round, as their shapes tell.
@@ -321,24 +354,30 @@ def as_stored(
     return tensor.transposed if turned else tensor
 
 
-def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation | ScaledLocation]:
+def check_headers(
+    folder: Path, config: ModelConfig, *, quantized: bool, layouts: FolderLayouts | None = None
+) -> dict[str, StoredLocation]:
     """Checks that index, headers and file sizes fit the config, and returns the location of each tensor that danlu
     trains, with its scales if it has any.
 
-    quantized: weights may be in 4 bits. Raises one ModelError with all problems of the tensors: missing, unknown, of
-    another shape or dtype; and those of `hf_folder.read_tensors`.
+    quantized: weights may be in bitsandbytes' 4 bits. layouts: as `stored_tensors` has it. Raises one ModelError with
+    all problems of the tensors: missing, unknown, of another shape or dtype; and those of `hf_folder.read_tensors`.
     """
-    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    stored, problems = with_scaled(own_tensors(folder, config), fp8_block(values, str(folder / CONFIG)))
+    stored, problems = stored_tensors(folder, config, layouts)
     expected = expected_tensors(config, stored)
     embedding, head = hf_name(EMBEDDING, config), hf_name(HEAD, config)
     four_bit = {tensor.name for tensor in expected if tensor.name in stored and stored[tensor.name].dtype == FOUR_BIT}
+    if layouts is not None:
+        four_bit = set()  # bytes of another method are none of this one
     if four_bit and not quantized:
         raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
     expected = [tensor for tensor in expected if tensor.name not in four_bit]
     names = {tensor.name for tensor in expected}
+    torn = {problem.partition(" in ")[0] for problem in problems}
     for tensor in expected:
         location = stored.get(tensor.name)
+        if location is None and tensor.name.removesuffix(".weight") in torn:
+            continue
         if location is None and config.tie_word_embeddings and tensor.name == embedding:
             location = stored.get(head)  # some tools keep a tied matrix under its other name
         if location is None:
@@ -353,11 +392,20 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
         may_hold |= {head, hf_name(HEAD_BIAS, config), SCORE, SCORE_BIAS}
     for name, location in stored.items():
         is_constant = any(name == weight or name.startswith(f"{weight}.") for weight in four_bit)
+        is_constant = is_constant or _is_zero_bias(name, location, stored)
         if name not in may_hold and not is_constant and not IGNORED.search(name):
             problems.append(f"{name} in {location.file.name}: not a tensor of this {config.family} model")
     if not problems:
         return stored
+    if layouts is None and (method := quantization_method(read_json(folder / CONFIG))) in CODED_METHODS:
+        raise ModelError(f"{folder}: its weights are stored as {method}; here the original weights are needed")
     if len(problems) == 1 and problems[0].startswith(f"{head}: missing"):
         problems.append('if its head is the embedding, set "tie_word_embeddings": true in config.json')
     more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
     raise ModelError("\n  ".join([f"{folder}: the weights do not fit config.json:", *problems[:_MAX_SHOWN], *more]))
+
+
+def _is_zero_bias(name: str, location: StoredLocation, stored: Mapping[str, StoredLocation]) -> bool:
+    """Whether a tensor is the bias of a weight with codes that adds nothing: tools for GPTQ gave every layer one."""
+    weight = stored.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+    return isinstance(weight, CodedLocation) and isinstance(location, TensorLocation) and is_zero(location)

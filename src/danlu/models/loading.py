@@ -8,7 +8,7 @@ that form plus one weight. Where a process wants only boxes of parameters, it re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from io import FileIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from danlu.core.errors import ModelError
 from danlu.core.layer_types import QuantizedWeight, StackedQuantizedWeight
 from danlu.core.safetensors_format import BUFFER_BYTES, TensorLocation
 from danlu.core.shard_box import ShardBox
+from danlu.models.block_scaled import CodedLocation, Codes, FolderLayouts, keepable
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import FOUR_BIT, check_headers, expected_tensors, own_tensors, read_config, read_tensors
@@ -39,8 +40,10 @@ Take = Callable[[str, Tensor], Tensor | None]
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
 bitsandbytes quantized."""
+Keep = Callable[[Codes, Sequence[slice]], Sequence[QuantizedWeight]]
+"""(a weight as codes, the rows of its parts) -> the parts."""
 Stack = Callable[[str, Sequence[QuantizedWeight]], StackedQuantizedWeight]
-"""(parameter, the weights of a layer's experts in their order, which `Unpack` gave) -> all of them."""
+"""(parameter, the weights of a layer's experts in their order, which `Unpack` or `Keep` gave) -> all of them."""
 
 
 def load(
@@ -49,28 +52,32 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     config: ModelConfig | None = None,
+    layouts: FolderLayouts | None = None,
 ) -> Decoder:
     """The decoder of a Hugging Face folder, its parameters in `dtype` on `device`.
 
-    config: the folder's with another task, where the model is not for the one that it was written for.
+    config: the folder's with another task, where the model is not for the one that it was written for. layouts: how the
+    folder stores its quantized weights, as `hf_folder.stored_tensors` has it; they are dequantised in float32.
     Raises ModelError for an unsupported architecture and for files or tensors that are missing, extra, truncated,
     mis-shaped, of the wrong type, or not finite.
     """
     folder = Path(folder)
     config = config or read_config(folder)
-    located = _locate(folder, config, quantized=False)
+    located = _locate(folder, config, quantized=False, layouts=layouts)
     model = build(config, dtype=dtype, device=device)
     _fill(located, {name: (value, ShardBox.full(value.shape)) for name, value in model.named_parameters()})
     return model
 
 
-def load_boxes(folder: str | Path, config: ModelConfig, targets: Mapping[str, Target]) -> None:
+def load_boxes(
+    folder: str | Path, config: ModelConfig, targets: Mapping[str, Target], *, layouts: FolderLayouts | None = None
+) -> None:
     """Fills boxes of a model's parameters, converted to the targets' dtypes; of the files only they are read.
 
-    targets: by parameter; the others are passed over. Raises ModelError as `load` does, for values only of the boxes
-    that it reads.
+    targets: by parameter; the others are passed over. layouts: as `load` has it. Raises ModelError as `load` does, for
+    values only of the boxes that it reads.
     """
-    _fill(_locate(Path(folder), config, quantized=False), targets)
+    _fill(_locate(Path(folder), config, quantized=False, layouts=layouts), targets)
 
 
 def _fill(located: Iterable[Located], targets: Mapping[str, Target]) -> None:
@@ -79,12 +86,14 @@ def _fill(located: Iterable[Located], targets: Mapping[str, Target]) -> None:
             reader.fill(tensor, location, targets)
 
 
-def stored_values(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def stored_values(
+    folder: str | Path, config: ModelConfig, *, layouts: FolderLayouts | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name as it is stored, one after the other in the order of the files.
 
-    Raises ModelError as `load` does.
+    layouts: as `load` has it. Raises ModelError as `load` does.
     """
-    located = _locate(Path(folder), config, quantized=False)
+    located = _locate(Path(folder), config, quantized=False, layouts=layouts)
     with TensorReader() as reader:
         values = _Values(located, {name: ShardBox.full(shape) for name, shape in parameter_shapes(config).items()})
         for tensor, location in located:
@@ -117,6 +126,9 @@ def load_into(
     stack: Stack | None = None,
     layer_loaded: Callable[[str], None] = lambda layer: None,
     boxes: Mapping[str, ShardBox] | None = None,
+    layouts: FolderLayouts | None = None,
+    keep: Keep | None = None,
+    may_keep: Collection[str] = (),
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` returns the parameter's
     value.
@@ -125,21 +137,27 @@ def load_into(
     experts, which are tensors of their own, also through `stack` (None: `unpack` takes no weight). `layer_loaded` is
     called with the name of each layer ("3") that has all of its weights; the order is that of the files. boxes: boxes
     by parameter, such as a rank's experts; only the box is read, and becomes the parameter. Weights of layers that the
-    model has not, as a stage of a pipeline, are passed over. Raises ModelError as `load` does.
+    model has not, as a stage of a pipeline, are passed over. layouts: as `load` has it. keep: makes what goes into a
+    layer's slot of the codes of such a weight, for the parameters in `may_keep` that are whole rows of codes on disk;
+    all others are dequantised and go through `take`. Raises ModelError as `load` does.
     """
     folder = Path(folder)
     stored = own_tensors(folder, model.config)
     here = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # of a stage, its own layers
-    located = [each for each in _locate(folder, model.config, quantized=True) if here.issuperset(each[0].parameters)]
+    everything = _locate(folder, model.config, quantized=True, layouts=layouts)
+    located = [each for each in everything if here.issuperset(each[0].parameters)]
+    kept = set() if keep is None else keepable(located) & set(may_keep)
     missing = Counter(_layer(tensor) for tensor, _ in located)
     whole = {name: ShardBox.full(shape) for name, shape in parameter_shapes(model.config).items()}
     wanted = whole | dict(boxes or {})
     values = _Values(located, wanted)
-    quantized = _QuantizedWeights(model, stored, wanted, unpack, stack)
+    quantized = _QuantizedWeights(model, stored, wanted, unpack, keep, stack)
     with TensorReader() as reader:
         for tensor, location in located:
             if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
                 quantized.read(tensor, location)
+            elif isinstance(location, CodedLocation) and kept.issuperset(tensor.parameters):
+                quantized.keep(reader, tensor, location)
             else:
                 for parameter, value in values.read(reader, tensor, location):
                     stays = take(parameter, value.to(device))
@@ -155,7 +173,7 @@ def load_into(
 
 
 class _QuantizedWeights:
-    """Puts weights that bitsandbytes quantized into the slots of linear layers; of experts once all have come."""
+    """Puts weights that are stored quantized into the slots of linear layers; of experts once all have come."""
 
     def __init__(
         self,
@@ -163,21 +181,39 @@ class _QuantizedWeights:
         stored: Mapping[str, TensorLocation],
         wanted: Mapping[str, ShardBox],
         unpack: Unpack,
+        keep: Keep | None,
         stack: Stack | None,
     ) -> None:
         self._model, self._stored, self._wanted = model, stored, wanted
-        self._unpack, self._stack = unpack, stack
+        self._unpack, self._keep, self._stack = unpack, keep, stack
         self._begun: dict[str, dict[int, QuantizedWeight]] = {}  # parameter -> number of an expert -> its weight
 
     def read(self, tensor: HFTensor, location: TensorLocation) -> None:
-        """Reads a tensor with its constants: the weight of a linear layer, of several, or of a wanted expert."""
-        if all(part.box.intersection(self._wanted[part.parameter]) is None for part in tensor.parts):
+        """Reads a weight in bitsandbytes' 4 bits with its constants: of one linear layer, of several, or of a wanted
+        expert."""
+        if not self._is_wanted(tensor):
             return
         linears = [_linear(self._model, part.parameter) for part in tensor.parts]
         constants = _with_constants(tensor.name, self._stored)
         weights = self._unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
-        for part, linear, weight in zip(tensor.parts, linears, weights, strict=True):
+        for linear, weight in zip(linears, weights, strict=True):
             _check_shape(tensor.name, location, weight.shape, linear.shape)
+        self._store(tensor, weights)
+
+    def keep(self, reader: TensorReader, tensor: HFTensor, location: CodedLocation) -> None:
+        """Reads a weight as codes: of one linear layer, of several, or of a wanted expert."""
+        if not self._is_wanted(tensor):
+            return
+        assert self._keep is not None
+        rows = [slice(part.offsets[0], part.offsets[0] + part.box.sizes[-2]) for part in tensor.parts]
+        self._store(tensor, self._keep(reader.codes(location, tensor.name), rows))
+
+    def _is_wanted(self, tensor: HFTensor) -> bool:
+        return any(part.box.intersection(self._wanted[part.parameter]) is not None for part in tensor.parts)
+
+    def _store(self, tensor: HFTensor, weights: Sequence[QuantizedWeight]) -> None:
+        for part, weight in zip(tensor.parts, weights, strict=True):
+            linear = _linear(self._model, part.parameter)
             if isinstance(linear, Linear):
                 linear.store(weight)
                 continue
@@ -226,12 +262,14 @@ Tensors above a few KiB are on the meta device, without values. Raises ModelErro
 """
 
 
-def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) -> None:
+def check_prequantized(
+    folder: Path, config: ModelConfig, describe: Describe, *, layouts: FolderLayouts | None = None
+) -> None:
     """Raises ModelError as `load_into` would for headers, and for 4-bit weights with parts that do not fit together.
 
     Nothing large is read.
     """
-    stored = check_headers(folder, config, quantized=True)
+    stored = check_headers(folder, config, quantized=True, layouts=layouts)
     constants = {name: location for name, location in stored.items() if isinstance(location, TensorLocation)}
     expected = expected_tensors(config, stored)
     _check_quantized_alike((tensor, stored[tensor.name]) for tensor in expected if tensor.name in stored)
@@ -283,11 +321,13 @@ def _floating(folder: str | Path) -> list[TensorLocation]:
     return [location for name, location in stored if location.dtype in DTYPES and name.endswith(_WEIGHT_ENDINGS)]
 
 
-def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
+def _locate(
+    folder: Path, config: ModelConfig, *, quantized: bool, layouts: FolderLayouts | None = None
+) -> list[Located]:
     """Returns the location of each tensor, in the order of files and offsets: disks and page caches like one
     direction.
     """
-    stored = check_headers(folder, config, quantized=quantized)
+    stored = check_headers(folder, config, quantized=quantized, layouts=layouts)
     embedding, head_name = hf_name(EMBEDDING, config), hf_name(HEAD, config)
     if config.task == "causal-lm" and config.tie_word_embeddings:
         matrix, head = stored.get(embedding), stored.get(head_name)

@@ -25,7 +25,7 @@ from danlu.core.safetensors_format import (
     torch_dtype,
 )
 from danlu.core.shard_box import ShardBox
-from danlu.models.block_scaled import ScaledLocation
+from danlu.models.block_scaled import CodedLocation, Codes, ScaledLocation, StoredLocation
 from danlu.models.hf_layout import HFTensor, Part
 
 DTYPES = {name: torch_dtype(name) for name in FLOAT_DTYPES}
@@ -94,7 +94,7 @@ class TensorStream:
                 self._handle.write(header)
 
 
-Location = TensorLocation | ScaledLocation
+Location = StoredLocation
 Target = tuple[Tensor, ShardBox]
 """A tensor to fill, and its box in the parameter."""
 
@@ -106,6 +106,7 @@ class TensorReader:
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         self._handle: FileIO | None = None
         self._file: Path | None = None
+        self._decoded: tuple[CodedLocation, Tensor] | None = None  # the last weight, which is read some rows at a time
 
     def __enter__(self) -> Self:
         return self
@@ -148,9 +149,19 @@ class TensorReader:
             if not is_finite(values):
                 raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
             return values
+        if isinstance(location, CodedLocation):
+            if self._decoded is None or self._decoded[0] is not location:
+                self._decoded = None  # freed before the next one is read
+                self._decoded = location, self.codes(location, name).decode()
+            return box.view_of(self._decoded[1])
         values = torch.empty(box.sizes, dtype=DTYPES[location.dtype])
         self._fill(values, location, box, name)
         return values
+
+    def codes(self, location: CodedLocation, name: str) -> Codes:
+        """A whole weight as codes with scales. Raises ModelError as its layout, and for a file that ends early."""
+        tensors = {end: self._raw(each, ShardBox.full(each.shape), name) for end, each in location.tensors.items()}
+        return location.layout.read(tensors, f"{location.file}: {name}")
 
     def _fill_rows(self, target: Tensor, location: Location, box: ShardBox, name: str) -> None:
         """Fills a target that has the elements of a box in their order, some rows of the tensor at a time."""

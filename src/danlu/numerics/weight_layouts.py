@@ -50,6 +50,9 @@ def read_weight(layout: WeightLayout, tensors: Mapping[str, Tensor], where: str)
                 scaled = _read_gptq(layout, tensors)
             case "mxfp4" | "nvfp4":
                 scaled = _read_float4(layout, tensors)
+            case "mxfp8":
+                form = Format("e4m3", (1, 32), "e8m0")
+                scaled = Scaled(tensors["weight"], tensors["weight_scale"].view(torch.uint8), form)
             case _:
                 scaled = _read_compressed(layout, tensors)
     except KeyError as error:
@@ -62,6 +65,9 @@ def read_weight(layout: WeightLayout, tensors: Mapping[str, Tensor], where: str)
         if values is not None and tuple(values.shape) != groups:
             shape = list(scaled.shape)
             raise ModelError(f"{where}: {name} of shape {list(values.shape)}, not {list(groups)}, for {shape}")
+    order = scaled.groups
+    if order is not None and (int(order.min()) < 0 or int(order.max()) >= groups[1]):
+        raise ModelError(f"{where}: its inputs are of groups {int(order.min())} to {int(order.max())}, of {groups[1]}")
     if not bool(scaled.wide_scales().isfinite().all()):
         raise ModelError(f"{where}: its scales are not finite; the weights are spoilt")
     return scaled
@@ -86,13 +92,12 @@ def _read_compressed(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> Sca
         if zeros is not None:
             codes, zeros = ((each.to(torch.int16) + half).to(torch.uint8) for each in (codes, zeros))
     scales = tensors["weight_scale"]
-    is_whole = scales.numel() == 1
-    if is_whole:
+    block = layout.block_of(scales.shape)
+    if block == (0, 0):
         scales = scales.reshape(1, 1)
         zeros = None if zeros is None else zeros.reshape(1, 1)
     elif scales.ndim == 1:
         scales = scales.unsqueeze(1)
-    block = (0, 0) if is_whole else layout.block or (1, layout.group)
     element = "e4m3" if codes.dtype == torch.float8_e4m3fn else f"int{bits}"
     form = Format(element, block, _SCALES[scales.dtype], "none" if zeros is None else "integer")  # type: ignore[arg-type]
     groups = _order(tensors.get("weight_g_idx"), layout.group)
@@ -163,6 +168,7 @@ def _written_compressed(weight: Scaled) -> dict[str, Tensor]:
             tensors["weight_global_scale"] = weight.tensor_scale.reciprocal().reshape(1)
         return tensors
     if form.of_element.is_float:
+        # mxfp8 likewise: the exponents are bytes.
         scales = weight.scales.reshape(1) if form.block == (0, 0) else weight.scales
         return {"weight": weight.codes, "weight_scale": scales}
     tensors = {

@@ -6,7 +6,7 @@ Imports no torch. Nothing is read but what the caller hands in of the base's fol
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from danlu.core.layer_types import TRAINED, Axis
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.planning.batch_shape import ELEMENT_BYTES
-from danlu.planning.packed_shapes import packed_bytes
+from danlu.planning.packed_shapes import Packing, packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import QuantizationSection
 from danlu.recipe.value import VALUE, value_adapter
@@ -24,11 +24,10 @@ _UNTRAINED = ("router.correction", "layer_scalar.weight")
 
 
 class StoredBase(NamedTuple):
-    """How the base's own folder stores its linear layers, where it has some of them in 4 bits."""
+    """How the base's own folder stores its linear layers, where it has some of them in few bits."""
 
-    section: QuantizationSection | None = None
-    names: Collection[str] = ()
-    """The parameters that it has in 4 bits."""
+    packings: Mapping[str, Packing] = MappingProxyType({})
+    """The packing of each parameter that has one."""
 
 
 UNSTORED = StoredBase()
@@ -61,8 +60,8 @@ class ModelTensor:
     is_whole: bool = False
     """Whether data ranks do not share it: weights of norms and routers, rows of tokens, and what adapters of several
     layers have in common."""
-    packed: QuantizationSection | None = None
-    """The section that packs it; None: it is stored as numbers of one type."""
+    packed: Packing | None = None
+    """The section that packs it, or its form in the folder; None: it is stored as numbers of one type."""
     linear: str = ""
     """The parameter of an adapted layer with which tensor ranks cut a tensor of its adapter, by `axes`."""
     axes: tuple[Axis | None, ...] = ()
@@ -118,16 +117,17 @@ def policy_tensors(
         )
     adapters = [*_adapter_tensors(recipe, config, token_ids, files)]
     copies = {each.name: each for each in adapters if each.name in shapes or each.name == "lm_head.weight"}
-    section, linears = recipe.quantization, _linears(config) - copies.keys()
-    if stored.section is not None:
-        section, linears = stored.section, linears & set(stored.names)
+    linears = _linears(config) - copies.keys()
+    packings: Mapping[str, Packing] = stored.packings
+    if not packings and recipe.quantization is not None:
+        packings = dict.fromkeys(linears, recipe.quantization)
     element_bytes = ELEMENT_BYTES[recipe.activations]
     base = []
     for name, shape in shapes.items():
         if name in copies:
             base.append(copies[name])
-        elif name in linears and section is not None:
-            base.append(_packed(name, shape, section))
+        elif name in linears and name in packings:
+            base.append(_packed(name, shape, packings[name]))
         else:
             base.append(_frozen(name, shape, element_bytes if is_matrix(name, len(shape)) else FLOAT32_BYTES))
     originals = tuple(_frozen(name, shapes[name], FLOAT32_BYTES) for name in copies if name in shapes)
@@ -138,9 +138,9 @@ def _float32(name: str, shape: tuple[int, ...], *, trained: bool) -> ModelTensor
     return ModelTensor(name, shape, FLOAT32_BYTES * math.prod(shape), trained, is_whole=_is_whole(name))
 
 
-def _packed(name: str, shape: tuple[int, ...], section: QuantizationSection) -> ModelTensor:
+def _packed(name: str, shape: tuple[int, ...], packing: Packing) -> ModelTensor:
     return ModelTensor(
-        name, shape, packed_bytes(shape, section), trained=False, is_whole=_is_whole(name), packed=section
+        name, shape, packed_bytes(shape, packing), trained=False, is_whole=_is_whole(name), packed=packing
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from danlu.core.shard_box import ShardBox
@@ -26,6 +27,27 @@ _OF_MATRIX = {"nvfp4": 4}
 """Bytes of a matrix's own scale."""
 
 
+@dataclass(frozen=True)
+class StoredCodes:
+    """How a weight's own folder stores it, of which a frozen base keeps the codes."""
+
+    kind: str
+    """The layout, for messages."""
+    bits: int
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0: all of them."""
+    scale_bytes: int
+    zero_bytes: int = 0
+    """Bytes of the zero of a block."""
+    has_tensor_scale: bool = False
+    ordered_groups: int = 0
+    """Groups of inputs that are not neighbours (GPTQ's act_order); 0: all are."""
+
+
+Packing = QuantizationSection | StoredCodes
+"""The section of the recipe that packs a weight, or its form in its own folder."""
+
+
 class PackedShape(NamedTuple):
     """The tensors of a packed matrix [O, I], or of several [E, O, I]."""
 
@@ -40,22 +62,35 @@ class PackedShape(NamedTuple):
         return math.prod(self.codes) + self.constants
 
 
-def packed_shape(shape: Sequence[int], section: QuantizationSection, box: ShardBox | None = None) -> PackedShape:
-    """The tensors of a matrix [O, I], or of several [E, O, I], that a section of the recipe packs.
+def packed_shape(shape: Sequence[int], packing: Packing, box: ShardBox | None = None) -> PackedShape:
+    """The tensors of a matrix [O, I], or of several [E, O, I], that a section of the recipe packs, or their folder.
 
     box: the part of it that a rank has. A block or group is never of two blocks of the whole matrix, so blocks get
     smaller where the box cuts them.
     """
     box = box or ShardBox.full(shape)
     stacked, (outputs, inputs) = box.sizes[:-2], box.sizes[-2:]
-    of_matrix = (_four_bit if isinstance(section, Nf4 | Fp4) else _groups)(section, shape[-1], box)
+    if isinstance(packing, StoredCodes):
+        of_matrix = _stored(packing, shape, box)
+    else:
+        of_matrix = (_four_bit if isinstance(packing, Nf4 | Fp4) else _groups)(packing, shape[-1], box)
     assert outputs and inputs, f"a part without numbers of {shape}"
     return PackedShape((*stacked, *of_matrix.codes), math.prod(stacked) * of_matrix.constants)
 
 
-def packed_bytes(shape: Sequence[int], section: QuantizationSection) -> int:
+def packed_bytes(shape: Sequence[int], packing: Packing) -> int:
     """Bytes of codes, and of the scales of blocks or groups, of a whole matrix or of several."""
-    return packed_shape(shape, section).bytes
+    return packed_shape(shape, packing).bytes
+
+
+def _stored(codes: StoredCodes, shape: Sequence[int], box: ShardBox) -> PackedShape:
+    (rows, columns), (row, column) = box.sizes[-2:], box.offsets[-2:]
+    high = math.gcd(codes.block[0] or shape[-2], row)
+    wide = math.gcd(codes.block[1] or shape[-1], column)
+    blocks = -(-rows // high) * (codes.ordered_groups or -(-columns // wide))
+    constants = (codes.scale_bytes + codes.zero_bytes) * blocks
+    constants += 4 * codes.has_tensor_scale + (4 * columns if codes.ordered_groups else 0)
+    return PackedShape((rows, -(-columns * codes.bits // 8)), constants)
 
 
 def _groups(section: QuantizationSection, inputs: int, box: ShardBox) -> PackedShape:

@@ -159,6 +159,7 @@ def method_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Method:
 
 _FIXED_FORMATS: Mapping[str, Format] = {
     "fp8": Format("e4m3", (128, 128)),
+    "mxfp8": Format("e4m3", (1, 32), "e8m0"),
     "mxfp4": Format("e2m1", (1, 32), "e8m0", rounding="floor"),
     "nvfp4": Format("e2m1", (1, 16), "e4m3"),
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from danlu.adapters.adapter_config import open_adapter
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.frozen_base import adapters_of
 from danlu.core.errors import ModelError
 from danlu.inference.embedded import EmbeddedEngine
@@ -87,7 +88,7 @@ class ServedWeights:
         if packed or self.adapters.below:
             why = "its base is quantized" if packed else "adapters are on top of its weights"
             raise ModelError(f"whole weights cannot be replaced in this server: {why}. Serve the model that is trained")
-        values = stored_values(folder, self.model.config)
+        values = stored_values(folder, self.model.config, layouts=weight_layouts(folder))
         first = next(values)  # the headers of all files are checked with it
         self._replaced(INCOMPLETE)
         if self.engine.exact:  # which training is with weights in float32, norms' for example

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from torch import nn
 
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.devices import device_map_of
 from danlu.assembly.machine_memory import check_size
 from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of
@@ -86,7 +87,7 @@ class DecoderBuilder:
 
                 check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
-                check_headers(folder, config, quantized=False)
+                check_headers(folder, config, quantized=False, layouts=weight_layouts(folder))
             else:
                 check_untouched(folder, config)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not

@@ -18,6 +18,7 @@ import torch
 
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.adapter_training import merged_model
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.recipe_adapters import (
     base_config,
@@ -107,7 +108,8 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
     if recipe.adapter is None:
         if section.adapters:
             return merged_model(section, device=device, config=config)
-        return load(model_folder(section), device=device, config=config)
+        folder = model_folder(section)
+        return load(folder, device=device, config=config, layouts=weight_layouts(folder))
     base = recipe_base(section)
     adapted = load_frozen(
         base.folder, dtype=DTYPES[recipe.activations], device=device, quantization=recipe.quantization, config=config

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from danlu.assembly.base_model import stored_method, weight_layouts
 from danlu.assembly.parallelize import Placed, Subject
 from danlu.assembly.recipe_adapters import adapter_warnings
 from danlu.core.layer_types import TRAINED
-from danlu.models.block_scaled import scaled_method
+from danlu.models.block_scaled import CODED_METHODS, METHODS, quantization_method
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.modules import GroupedLinear
 from danlu.numerics.dtypes import DTYPES
@@ -37,10 +39,27 @@ def placing_notes(model: Model, precision: str, placed: Placed) -> Iterator[str]
         yield from (kernel.note for kernel in unpack_kernels(subject.model, DTYPES[precision]))
     if subject.model.config.has_experts:
         yield from _expert_notes(subject)
-    method = None if model.path is None else scaled_method(read_json(resolve_folder(model.path) / CONFIG))
-    if method is not None and subject.adapters is None:  # the result is larger than the folder it starts from
+    if model.path is not None:
+        yield from _storage_notes(resolve_folder(model.path), precision, is_trained=subject.adapters is None)
+
+
+def _storage_notes(folder: Path, precision: str, *, is_trained: bool) -> Iterator[str]:
+    """Notes on weights that a folder stores in few bits."""
+    named = quantization_method(read_json(folder / CONFIG))
+    if named not in (*METHODS, *CODED_METHODS):
+        return
+    if stored_method(folder) is None:
+        yield f"model.path: {CONFIG} names {named}, but all weights are dense: they are read as they are"
+        return
+    if is_trained:  # the result is larger than the folder it starts from
         dtype = "bfloat16" if precision == "bf16" else "float32"
-        yield f"model.path: weights stored as {method} are dequantised; the result has them in {dtype}"
+        yield f"model.path: weights stored as {named} are dequantised; the result has them in {dtype}"
+    layouts = weight_layouts(folder)
+    if layouts is not None and layouts.quantizes_activations:
+        yield (
+            f"model.path: {CONFIG} quantizes activations too, for kernels that serve the model; here they are computed "
+            f"in {precision}"
+        )
 
 
 def _expert_notes(subject: Subject) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.machine_memory import gathered_element_bytes, processes_here
 from danlu.assembly.parallelize import Placed
 from danlu.core.dtensor import is_dtensor
@@ -164,7 +165,8 @@ def draft_model(section: Rollout, device: torch.device, dtype: torch.dtype) -> D
     """The model that proposes tokens, whole on each process, where one does."""
     if not isinstance(section.draft, DraftModel):
         return None
-    return load(resolve_folder(section.draft.model), dtype=dtype, device=device)
+    folder = resolve_folder(section.draft.model)
+    return load(folder, dtype=dtype, device=device, layouts=weight_layouts(folder))
 
 
 def policy_adapters(placed: Placed) -> EngineAdapters | None:

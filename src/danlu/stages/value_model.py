@@ -9,6 +9,7 @@ from torch import nn
 
 from danlu.adapters.adapter_config import adapter_stack
 from danlu.assembly.adapter_training import value_on_base
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.parallelize import Placed, place, subject_of
 from danlu.assembly.parameters import own_name, role_of
 from danlu.assembly.recipe_adapters import model_folder
@@ -46,7 +47,8 @@ def check_critic(recipe: Recipe) -> None:
             if saves_value_model:
                 _check_class_for_scores(frozen_config(section, 1))
             if section.path is not None:
-                check_headers(model_folder(section), own_config(recipe, 1), quantized=False)
+                folder = model_folder(section)
+                check_headers(folder, own_config(recipe, 1), quantized=False, layouts=weight_layouts(folder))
 
 
 def _check_class_for_scores(config: ModelConfig) -> None:

@@ -7,7 +7,7 @@ from pydantic import Field
 from danlu.recipe.sections.base import PositiveInt, Section, Share, VariantSection
 from danlu.recipe.sections.data import Source
 
-FIXED_FORMATS = ("fp8", "mxfp4", "nvfp4")
+FIXED_FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 """Forms of a folder that say what its numbers are."""
 
 
@@ -90,10 +90,11 @@ class QuantizeRecipe(Section):
     """The methods in their order: nearest, gptq or awq, and smoothquant before it."""
     experts: bool = True
     """Models with experts: quantize these too, each by itself."""
-    export: Literal["dense", "compressed-tensors", "awq", "gptq", "fp8", "mxfp4", "nvfp4"] = "dense"
+    export: Literal["dense", "compressed-tensors", "awq", "gptq", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "dense"
     """The form of the folder. dense: the numbers of the codes in the type of the other weights, a model folder of the
     same size that every tool reads. compressed-tensors, awq (4 bits with zeros) and gptq hold integers; fp8 E4M3 in
-    blocks of 128 x 128, mxfp4 and nvfp4 four-bit floating point, of which `bits`, `group` and `symmetric` are fixed."""
+    blocks of 128 x 128, mxfp8 E4M3, mxfp4 and nvfp4 E2M1 in small groups, of which `bits`, `group` and `symmetric` are
+    fixed."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of what is not quantized; auto: as it is stored."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
