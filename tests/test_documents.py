@@ -20,7 +20,12 @@ names = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 @pytest.mark.parametrize(
-    ("name", "is_so"), [("recipe.md", "| `data.max_length` | `1024` |"), ("checkpoints.md", "| `checkpoint` | when")]
+    ("name", "is_so"),
+    [
+        ("recipe.md", "| `data.max_length` | `1024` |"),
+        ("checkpoints.md", "| `checkpoint` | when"),
+        ("quantization.md", "| `calibration.tokens` | `131072` |"),
+    ],
 )
 def test_tables_are_those_of_the_types(name: str, is_so: str) -> None:
     tables = script("recipe_tables")

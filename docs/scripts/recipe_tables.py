@@ -1,8 +1,9 @@
-"""Writes the tables of recipe.md and checkpoints.md from the recipe's types: `python docs/scripts/recipe_tables.py`.
+"""Writes the tables of recipe.md, checkpoints.md and quantization.md from the recipe's types.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a section of the recipe, `recipe` for
-the keys that are no section, `stages` for defaults that follow from the stage, or `harmless` for what may change while
-a run goes on. The prose around it is left alone.
+Run as `python docs/scripts/recipe_tables.py`. A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where
+NAME is a section of the recipe, `recipe` for the keys that are no section, `quantize` for the keys of `danlu quantize`,
+`stages` for defaults that follow from the stage, or `harmless` for what may change while a run goes on. The prose
+around it is left alone.
 A test fails when a page and the types differ.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.sections.quantizing import QuantizeRecipe
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     RecipeField,
@@ -27,7 +29,7 @@ from danlu.recipe.type_hints import (
 )
 
 DOCS = Path(__file__).resolve().parents[1]
-PAGES = ("recipe.md", "checkpoints.md")
+PAGES = ("recipe.md", "checkpoints.md", "quantization.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,6 +43,8 @@ def _tables(name: str) -> str:
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
     if name == "stages":
         return _stage_table()
+    if name == "quantize":
+        return "\n".join(_quantize_tables())
     if name == "recipe":
         simple = [field for field in fields_of(Recipe) if not subsection_types(field.hint)]
         return _table((field.key, _default(field), _about(field)) for field in simple)
@@ -63,6 +67,18 @@ def _stage_table() -> str:
             f"| {stage} | {rates} | {decay} | {each.schedule} | {each.warmup} | {each.batch} {each.batch_unit} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _quantize_tables() -> Iterator[str]:
+    """The keys of a recipe of `danlu quantize`, then those of each method."""
+    steps = next(entry_type(field.hint) for field in fields_of(QuantizeRecipe) if field.key == "quantization")
+    keys = (
+        field
+        for field in walk_fields(QuantizeRecipe)
+        if not field.key.startswith(("quantization.", "calibration.data."))
+    )
+    yield _table(_rows(keys))
+    yield from _variants("quantization", variants_of(steps))
 
 
 def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]:

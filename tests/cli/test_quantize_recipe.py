@@ -140,6 +140,17 @@ def test_codes_are_written_in_another_tools_layout(
     assert "is not of multiples of 32, which gptq's int32 need" in capsys.readouterr().err
 
 
+def test_a_broken_row_of_calibration(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tiny_world.chat.read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:30], '{"nothing": 1}', *lines[30:]]))
+    calibration = {"data": str(tmp_path / "rows.jsonl"), "tokens": 600, "max_length": 128, "cache": str(tmp_path / "c")}
+    file = write(tiny_world, tmp_path, calibration=calibration, quantization=[{"kind": "gptq", "group": 16}])
+    assert danlu("quantize", file) == 3
+    shown = capsys.readouterr().err
+    assert "rows.jsonl:31" in shown and "Set calibration.on_bad_row: skip to leave such rows out" in shown
+    assert danlu("quantize", file, "calibration.on_bad_row=skip") == 0
+
+
 def test_the_documented_recipe_is_one(tmp_path: Path) -> None:
     page = (TOP / "docs" / "quantization.md").read_text(encoding="utf-8")
     block = re.search(r"(?:^ {4}.*\n)+", page, re.MULTILINE)

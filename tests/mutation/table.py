@@ -1037,14 +1037,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "block = place // self._wide",
         "block = column // self._wide",
         "numerics/quantizers/test_gptq.py",
-        "act_order",
-    ),
-    Mutation(
-        "numerics/quantizers/gptq.py",
-        ".where(~dead, 1.0))",
-        ")",
-        "numerics/quantizers/test_gptq.py",
-        "dead",
     ),
     Mutation(
         "assembly/factor_folding.py",

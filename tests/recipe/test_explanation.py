@@ -26,6 +26,16 @@ def test_a_key() -> None:
     assert explain("data.train.0.path").takes == explain("data.train.path").takes == "a text"
 
 
+def test_keys_of_quantize_alone() -> None:
+    found = explain("calibration.tokens")
+    assert (found.takes, found.defaults) == ("a whole number, 1 or more", {"": "131072"})
+    assert found.about.endswith("(Of `danlu quantize`, stage: quantize.)")
+    assert explain("quantization.act_order").defaults == {"": "true"}
+    assert "danlu quantize" not in explain("seed").about  # every recipe has it
+    with pytest.raises(RecipeError, match="Did you mean 'calibration.tokens'"):
+        explain("calibration.token")
+
+
 def test_a_section() -> None:
     found = explain("data")
     assert found.short == "train"

@@ -148,7 +148,32 @@ def test_full_forms(recipe: Recipe) -> None:
     assert admits(SCHEMA, plain(resolved_yaml(recipe)))
 
 
+def test_recipes_of_quantize() -> None:
+    short = {
+        "stage": "quantize",
+        "model": "runs/sft",
+        "calibration": "rows.json#9",
+        "quantization": "gptq",
+        "output": "o",
+    }
+    full = {
+        **short,
+        "calibration": {"data": ["rows.json"], "tokens": 600, "on_bad_row": "skip"},
+        "quantization": [{"kind": "smoothquant", "alpha": 0.5}, {"kind": "awq", "group": 64}],
+        "export": "mxfp8",
+    }
+    assert admits(SCHEMA, short) and admits(SCHEMA, full)
+    for change in (
+        {"steps": 3},
+        {"export": "gguf"},
+        {"calibration": {"tokens": 9}},
+        {"quantization": "nf4"},
+        {"stage": "sft"},
+    ):
+        assert not admits(SCHEMA, {**full, **change}), change
+
+
 def test_descriptions() -> None:
-    assert SCHEMA["else"]["properties"]["output"]["description"] == "The run folder."
+    assert SCHEMA["else"]["else"]["properties"]["output"]["description"] == "The run folder."
     source = SCHEMA["$defs"]["Source"]["anyOf"][0]["properties"]["rows"]
     assert source["description"].startswith("Take only this many rows")

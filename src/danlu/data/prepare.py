@@ -67,6 +67,7 @@ class DatasetSpec:
         max_new_tokens: the most tokens of an answer, for which data.max_length has room behind each prompt of stage rl.
         tools: tools that the chat template describes in each prompt of stage rl.
         in_turns: answers of stage rl have several turns, with an environment.
+        section: the section of the recipe that has the keys of `data`, for messages.
     """
 
     data: Data
@@ -81,6 +82,7 @@ class DatasetSpec:
     tools: tuple[Mapping[str, Any], ...] = ()
     in_turns: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    section: str = "data"
 
     @property
     def eval_sources(self) -> list[Source]:
@@ -341,9 +343,13 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
 
 
 class BadRowPolicy:
-    """Applies data.on_bad_row and data.bad_row_limit to bad rows, which come in the order of the rows."""
+    """Applies data.on_bad_row and data.bad_row_limit to bad rows, which come in the order of the rows.
 
-    def __init__(self, data: Data) -> None:
+    section: as in `DatasetSpec`.
+    """
+
+    def __init__(self, data: Data, section: str = "data") -> None:
+        self._section = section
         self._stop = data.on_bad_row == "error"
         self._limit = data.bad_row_limit
         self._bad_rows = 0
@@ -358,13 +364,15 @@ class BadRowPolicy:
         self._good_rows += rows - len(messages)
         for message in messages:
             if self._stop and self._good_rows:
-                raise DataError(f"{message}\nSet data.on_bad_row: skip to leave such rows out")
+                raise DataError(f"{message}\nSet {self._section}.on_bad_row: skip to leave such rows out")
             if self._stop:  # to leave out such rows would leave nothing
                 which = "the only row" if rows == 1 else f"all of the first {rows} rows"
                 raise DataError(f"{message}\nSo is {which}: mend them, or give rows of a known format")
             self._bad_rows += 1
             if self._bad_rows > self._limit:
-                raise DataError(f"more than {self._limit} bad rows (data.bad_row_limit); the last one: {message}")
+                raise DataError(
+                    f"more than {self._limit} bad rows ({self._section}.bad_row_limit); the last one: {message}"
+                )
 
 
 class _CheckedRows:
@@ -377,7 +385,7 @@ class _CheckedRows:
 
     def chunks(self, source: Source, workers: WorkerPool[Any, AnyChunk]) -> Iterator[AnyChunk]:
         """The chunks of a source, in the order of the rows. Raises DataError as `read` and `BadRowPolicy` do."""
-        bad_rows = BadRowPolicy(self._spec.data)
+        bad_rows = BadRowPolicy(self._spec.data, self._spec.section)
         format, raw = read(source, self._spec)
         for chunk in tokenise_rows(raw, self._spec.settings(format), workers):
             bad_rows.check(chunk.bad, chunk.statistics.rows)

@@ -13,6 +13,7 @@ from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import describe_type, first_sentence
 from danlu.recipe.sections import Optimizer, Section, value_at
+from danlu.recipe.sections.quantizing import QuantizeRecipe
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     fields_at,
@@ -24,6 +25,8 @@ from danlu.recipe.type_hints import (
     walk_fields,
 )
 from danlu.registry import suggested_verb
+
+_NOT_KNOWN = "no recipe has the key"
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,19 @@ class Explanation:
 
 
 def explain(key: str, loaded: Loaded | None = None) -> Explanation:
-    """Explains a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`.
+    """Explains a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`; also one that only recipes
+    of `danlu quantize` have.
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
     key = present_name(key)
     if key in CHAIN_KEYS:
         return _of_chain(key)
-    fields = fields_at(".".join(part for part in key.split(".") if not part.isdecimal()))
+    plain = ".".join(part for part in key.split(".") if not part.isdecimal())
+    fields = fields_at(plain)
+    is_of_quantize = not fields and ("." in plain or _unknown(key).startswith(_NOT_KNOWN))
+    if is_of_quantize:
+        fields = fields_at(plain, root=QuantizeRecipe)
     if not fields:
         raise RecipeError(_unknown(key))
     hint, variants = fields[0].hint, variants_of(fields[0].hint)
@@ -67,7 +75,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         takes=describe_type(hint) if len(fields) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
         defaults=_by_stage(key) if key in STAGE_KEYS else defaults,
         allowed=allowed,
-        about=fields[0].about,
+        about=f"{fields[0].about} (Of `danlu quantize`, stage: quantize.)" if is_of_quantize else fields[0].about,
         short=classes[0].short if classes else None,
         children=tuple((field.name, first_sentence(field.about)) for field in fields_of(hint))
         if len(classes) == 1
@@ -151,11 +159,11 @@ def _unknown(key: str) -> str:
         return f"{key!r} {value}"
     if (verb := suggested_verb(key)) is not None:
         return f"{key!r} is no key of a recipe but a thing to do: {verb}"
-    known = list(keys())
+    known = list(dict.fromkeys((*keys(), *(field.key for field in walk_fields(QuantizeRecipe)))))
     name = key.rpartition(".")[2]
     if (advice := other_tools.advice(key)) is not None:
         return f"{key!r} is a key of another tool: {advice}"
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     guess = min(same_name, key=lambda each: each.count("."), default=closest_match(key, known))
     guess = guess or closest_match(name, known)
-    return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"
+    return f"{_NOT_KNOWN} {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"

@@ -7,33 +7,45 @@ from typing import Any
 from danlu.recipe import sections
 from danlu.recipe.chain import CHAIN_KEYS, FROM, NAME, STAGES
 from danlu.recipe.field_docs import field_docs
-from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.sections import Recipe, Section, quantizing
+from danlu.recipe.sections.quantizing import QuantizeRecipe
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
 from danlu.recipe.type_hints import entry_type, field_types, variants_of
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file, or of a chain where the file has `stages`."""
-    recipe_schema = Recipe.model_json_schema()
-    definitions: dict[str, Any] = recipe_schema.pop("$defs")
-    _describe(Recipe, recipe_schema["properties"])
-    for name, definition in list(definitions.items()):
-        section = getattr(sections, name)
-        _describe(section, definition["properties"])
-        for old, present in section.old_names.items():
-            definition["properties"][old] = {**definition["properties"][present], "deprecated": True}
-        definition["properties"] = _admit_short_values(section, definition["properties"])
-        definitions[name] = _admit_short_form(section, definition)
-    properties = recipe_schema["properties"] = _admit_short_values(Recipe, recipe_schema["properties"])
+    """JSON Schema (draft 2020-12) of a recipe file, also of one for `danlu quantize` (`stage: quantize`), or of a chain
+    where the file has `stages`.
+    """
+    recipe_schema, definitions = _schema_of(Recipe)
+    quantize_schema, more = _schema_of(QuantizeRecipe)
+    properties = recipe_schema["properties"]
     properties["stage"]["enum"] += sorted(OBJECTIVE_NAMES)
+    is_quantize = {"properties": {"stage": {"const": "quantize"}}, "required": ["stage"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "danlu recipe",
         "if": {"required": [STAGES]},
         "then": _chain_schema(properties, definitions),
-        "else": recipe_schema,
-        "$defs": definitions,
+        "else": {"if": is_quantize, "then": quantize_schema, "else": recipe_schema},
+        "$defs": {**more, **definitions},
     }
+
+
+def _schema_of(recipe: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a recipe with its short forms, and those of its sections by name."""
+    recipe_schema = recipe.model_json_schema()
+    definitions: dict[str, Any] = recipe_schema.pop("$defs")
+    _describe(recipe, recipe_schema["properties"])
+    for name, definition in list(definitions.items()):
+        section = getattr(sections, name, None) or getattr(quantizing, name)
+        _describe(section, definition["properties"])
+        for old, present in section.old_names.items():
+            definition["properties"][old] = {**definition["properties"][present], "deprecated": True}
+        definition["properties"] = _admit_short_values(section, definition["properties"])
+        definitions[name] = _admit_short_form(section, definition)
+    recipe_schema["properties"] = _admit_short_values(recipe, recipe_schema["properties"])
+    return recipe_schema, definitions
 
 
 def _describe(section: type[Section], properties: dict[str, Any]) -> None:

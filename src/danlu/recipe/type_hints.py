@@ -138,10 +138,13 @@ def walk_fields(hint: Hint = Recipe, key: str = "") -> Iterator[RecipeField]:
         yield from walk_fields(field.hint, field.key)
 
 
-def fields_at(key: str, *, through_lists: bool = True) -> list[RecipeField]:
-    """The fields with a dotted key, several where a `kind` chooses between sections that all have it."""
+def fields_at(key: str, *, through_lists: bool = True, root: type[Section] = Recipe) -> list[RecipeField]:
+    """The fields with a dotted key, several where a `kind` chooses between sections that all have it.
+
+    root: the recipe, or one of another verb.
+    """
     parent, _, name = key.rpartition(".")
-    return [field for field in fields_below(parent, through_lists=through_lists) if field.name == name]
+    return [field for field in fields_below(parent, through_lists=through_lists, root=root) if field.name == name]
 
 
 def present_name(key: str) -> str:
@@ -152,10 +155,10 @@ def present_name(key: str) -> str:
 
 
 @cache
-def fields_below(key: str, *, through_lists: bool = True) -> tuple[RecipeField, ...]:
+def fields_below(key: str, *, through_lists: bool = True, root: type[Section] = Recipe) -> tuple[RecipeField, ...]:
     """The fields directly below a dotted key; those of the recipe itself below "".
 
-    through_lists: also below a list of sections, and below the entries of one.
+    through_lists: also below a list of sections, and below the entries of one. root: as `fields_at` has it.
     """
-    hints = [field.hint for field in fields_at(key, through_lists=through_lists)] if key else [Recipe]
+    hints = [field.hint for field in fields_at(key, through_lists=through_lists, root=root)] if key else [root]
     return tuple(field for hint in hints if through_lists or section_types(hint) for field in fields_of(hint, key))

@@ -208,9 +208,17 @@ def calibration_packs(
     where none is left.
     """
     length = min(section.max_length, config.context_length)
-    data = Data(train=section.data, max_length=length, train_on="all", cache=section.cache)
+    data = Data(
+        train=section.data,
+        max_length=length,
+        train_on="all",
+        cache=section.cache,
+        on_bad_row=section.on_bad_row,
+        bad_row_limit=section.bad_row_limit,
+    )
+    spec = DatasetSpec(data, "sft", str(folder), None, recipe.seed, section="calibration")
     with closing(RowProgress(stream)) as progress:
-        train = prepare(DatasetSpec(data, "sft", str(folder), None, recipe.seed), progress=progress).train
+        train = prepare(spec, progress=progress).train
     assert train is not None, "rows that are streamed are no calibration"
     packs = PackedDataset(train, data.packing, length, recipe.seed)
     evaluated, notes = _evaluated(recipe.model, length)

@@ -23,6 +23,10 @@ class CalibrationData(Section):
     """Tokens to calibrate with, at most; whole packed sequences in the order of a run."""
     max_length: PositiveInt = 2048
     """Longest sample, and length of a packed sequence, in tokens."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be read: stop with its file and line, or count and skip it."""
+    bad_row_limit: PositiveInt = 100
+    """The number of bad rows after which on_bad_row: skip stops."""
     cache: str = "~/.cache/danlu"
     """The folder of tokenised data, as `data.cache` of a run."""
 
