@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.numerics.format import ELEMENTS, Format, codes_of, encode
+from danlu.numerics.format import ELEMENTS, Format, Scaled, codes_of, encode
 
 FORMATS = [
     Format("e4m3", (1, 128)),
@@ -71,3 +71,12 @@ def test_boxes_have_the_numbers_of_the_whole(form: Format) -> None:
     uncut = whole.box(slice(0, 4), slice(240, 251))  # with the scales of other blocks, where each row has its own
     moved = replace(whole.box(slice(3, 7), slice(245, 256)), **{name: getattr(uncut, name) for name in OF_BLOCKS})
     assert torch.equal(moved.decode(), whole.decode()[3:7, 245:256]) == (form.block[0] in (0, 128))
+
+
+def test_every_code_of_e4m3_is_decoded_as_torch_casts_it() -> None:
+    """NaN too, of both signs; and codes that lie in memory by columns stay so."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    decoded = Scaled(codes, torch.ones(2, 1), Format("e4m3", (1, 128))).decode()
+    assert torch.equal(decoded.nan_to_num(1e9), codes.float().nan_to_num(1e9)) and int(decoded.isnan().sum()) == 2
+    by_columns = Scaled(codes.t(), torch.ones(1, 2), Format("e4m3", (128, 1))).decode()
+    assert torch.equal(by_columns.t().nan_to_num(1e9), decoded.nan_to_num(1e9)) and by_columns.stride() == (1, 128)
