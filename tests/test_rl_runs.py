@@ -200,9 +200,14 @@ FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("precision", "adapter"), [("bf16", None), ("fp32", {"kind": "lora", "rank": 4, "targets": "all-linear"})]
+    ("precision", "adapter"),
+    [
+        ("bf16", None),
+        ("fp32", {"kind": "lora", "rank": 4, "targets": "all-linear"}),
+        ({"kind": "fp8", "activations": "fp32"}, None),
+    ],
 )
-def test_exact_numerics_leave_no_gap(tiny_world: World, tmp_path: Path, precision: str, adapter: Any) -> None:
+def test_exact_numerics_leave_no_gap(tiny_world: World, tmp_path: Path, precision: Any, adapter: Any) -> None:
     more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "numerics": "exact", "precision": precision, "steps": 4}
     lines = run(tiny_world, tmp_path / "exact", rollout=FILTERED, **more, **({"adapter": adapter} if adapter else {}))
     fresh = lines[0::2]

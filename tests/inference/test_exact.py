@@ -13,6 +13,7 @@ import pytest
 import torch
 from builders.tiny_adapters import adapter_set, perturb
 
+from danlu.assembly.arithmetic import set_arithmetic
 from danlu.core.types import Branch, Pack, Sample
 from danlu.data.batch import collate
 from danlu.inference import model_runner
@@ -197,6 +198,32 @@ def test_the_gap_is_nothing_with_adapters_and_packed_weights(small_decoder: Any,
     assert gap(completions, values).largest == 0
     base = small_decoder("llama", vocab_size=VOCABULARY)
     assert gap(completions, trained(base, pack, completions, 0.7, dtype)).largest > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("llama", "tile", torch.float32),
+        pytest.param("experts", "tile", torch.float32, marks=pytest.mark.slow),
+        pytest.param("latent", "row", torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", "mxfp8", torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", "tile", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_the_gap_is_nothing_with_products_in_8_bits(
+    small_decoder: Any, kind: str, recipe: Any, dtype: torch.dtype
+) -> None:
+    """The controls: training without them, and one scale of all tokens of a pass."""
+    model, asked = small_decoder(kind, vocab_size=VOCABULARY), requests(SAMPLING["T1"], samples=1)
+    set_arithmetic(model, sections.Fp8Products(recipe=recipe))
+    completions = engine(model, dtype=dtype).generate(asked)
+    pack = as_trees(asked, completions)
+    assert gap(completions, trained(model, pack, completions, 1.0, dtype)).largest == 0
+    plain = small_decoder(kind, vocab_size=VOCABULARY)
+    assert gap(completions, trained(plain, pack, completions, 1.0, dtype)).largest > 1e-3
+    set_arithmetic(model, sections.Fp8Products(recipe="tensor"))
+    completions = engine(model, dtype=dtype).generate(asked)
+    assert gap(completions, trained(model, as_trees(asked, completions), completions, 1.0, dtype)).largest > 1e-3
 
 
 def test_two_forms_of_latent_attention_are_seen(small_decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

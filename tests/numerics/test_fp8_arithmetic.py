@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
-from danlu.numerics.arithmetic import BEHIND_ATTENTION, RECIPES, Fp8Arithmetic
+from danlu.numerics.arithmetic import BEHIND_ATTENTION, OTHER_BLOCKS, RECIPES, Fp8Arithmetic
 from danlu.numerics.format import Format, encode
 
 T, OUT, IN = 256, 144, 272
@@ -145,6 +147,32 @@ def test_scales_of_powers_of_two_survive_other_tiles() -> None:
 
     assert second_rounding("power-of-two") == 0
     assert second_rounding("float32") > 0.3 * x.numel()
+
+
+@pytest.mark.parametrize("cuts", [(128, 256, 272), (96, 272), (40, 200, 272)])
+def test_other_blocks_move_numbers_by_the_stated_bound(cuts: tuple[int, ...]) -> None:
+    """As ranks have them that share features: not at all at whole blocks, else by `OTHER_BLOCKS` of the largest number.
+
+    The controls: scales that are no powers of two, and powers that are rounded down.
+    """
+    x = numbers(64, IN) * (numbers(64, IN, seed=3) * 3).exp()
+
+    def largest(edges: tuple[int, ...]) -> Tensor:
+        """Of the block of each number."""
+        blocks = [x[:, start:end].abs() for start, end in itertools.pairwise((0, *edges))]
+        return torch.cat([block.amax(1, keepdim=True).expand_as(block) for block in blocks], dim=1)
+
+    def furthest(form: Format) -> float:
+        """Of the bound, with the larger one of the two blocks in which a number lies."""
+        pieces = [encode(x[:, start:end], form).decode() for start, end in itertools.pairwise((0, *cuts))]
+        moved = (torch.cat(pieces, dim=1) - encode(x, form).decode()).abs()
+        return float((moved / (OTHER_BLOCKS * torch.maximum(largest((128, 256, IN)), largest(cuts)))).amax())
+
+    at_blocks = cuts[0] == 128
+    by_tiles = furthest(Format("e4m3", (1, 128), "power-of-two"))
+    assert by_tiles == 0 if at_blocks else 0.1 < by_tiles <= 1
+    for other in (Format("e4m3", (1, 128)), Format("e4m3", (1, 128), "e8m0", rounding="floor")):
+        assert furthest(other) == 0 if at_blocks else furthest(other) > 100
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from builders.tiny_adapters import adapter_set
 from torch import Tensor
 
 from danlu.adapters.dropout import DropoutState
+from danlu.assembly.arithmetic import set_arithmetic
 from danlu.memory.layer_plan import Kind
 from danlu.models.attend import PackedAttention
 from danlu.models.config import is_matrix
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.objectives.loss_memory import workspace_bytes
 from danlu.planning.batch_shape import BatchShape, RankShare
+from danlu.planning.kept_in_few_bits import KEEPING, ProductSize
 from danlu.planning.layer_graph import TRAINED, LayerGraph, LayerTraining, LowRankAdapter
 from danlu.planning.layer_memory import LayerMemory
 from danlu.recipe import sections
@@ -39,9 +42,14 @@ class Ones(torch.autograd.Function):
         return torch.ones(shape, dtype=dtype)
 
 
-def peaks(mixer: str | None, feed: str | None, recompute: Kind, dtype: torch.dtype) -> tuple[int, int]:
-    """(measured, predicted) bytes of one layer's passes, besides its input, where weights have gradients already."""
+def peaks(
+    mixer: str | None, feed: str | None, recompute: Kind, dtype: torch.dtype, fp8: Any = None
+) -> tuple[int, int, LayerMemory]:
+    """(measured, predicted) bytes of one layer's passes, besides its input, where weights have gradients already; and
+    the prediction."""
     model = recomputed(small_decoder(mixer, feed, layers=1), recompute)
+    if fp8 is not None:
+        set_arithmetic(model, sections.Fp8Products(recipe=fp8))
     layer, tokens = model.layers["0"], sum(LENGTHS)
     boundaries = tuple(sum(LENGTHS[:count]) for count in range(len(LENGTHS) + 1))
     attend = PackedAttention(boundaries, recomputed_layers=model.recomputed_attention)
@@ -56,8 +64,8 @@ def peaks(mixer: str | None, feed: str | None, recompute: Kind, dtype: torch.dty
     x.grad = None
     measured = peak_in(step)
     batch = BatchShape.of_lengths(LENGTHS, dtype.itemsize)
-    memory = LayerMemory(LayerGraph(model.config.layers[0], 128, batch, TRAINED, recompute))
-    return measured, max(memory.forward, memory.backward - memory.graph.bytes_of("x"))
+    memory = LayerMemory(LayerGraph(model.config.layers[0], 128, batch, replace(TRAINED, fp8=fp8), recompute))
+    return measured, max(memory.forward, memory.backward - memory.graph.bytes_of("x")), memory
 
 
 ROWS: list[tuple[str | None, str | None, Kind, str, float]] = [
@@ -92,8 +100,35 @@ def test_a_layer_that_runs_once_more_keeps_the_tokens_that_enter_its_sublayers()
 def test_the_peak_of_a_layer_is_predicted(
     mixer: str | None, feed: str | None, recompute: Kind, dtype: str, tolerance: float
 ) -> None:
-    measured, predicted = peaks(mixer, feed, recompute, getattr(torch, dtype))
+    measured, predicted, _ = peaks(mixer, feed, recompute, getattr(torch, dtype))
     assert abs(predicted / measured - 1) <= tolerance, f"{predicted / measured:.3f}"
+
+
+IN_8_BITS: list[Any] = [
+    (None, "tile", "float32", 0.04),
+    (None, "row", "bfloat16", 0.04),
+    *(
+        pytest.param(feed, fp8, dtype, 0.11 if feed else 0.06, marks=pytest.mark.slow)
+        for feed in (None, "experts")
+        for fp8 in ("tile", "row", "tensor", "mxfp8", "row-with-bf16-weight-gradient")
+        for dtype in ("float32", "bfloat16")
+    ),
+]
+
+
+@pytest.mark.parametrize(("feed", "fp8", "dtype", "tolerance"), IN_8_BITS)
+def test_products_of_decoded_numbers_are_predicted(
+    feed: str | None, fp8: Any, dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes, decoded numbers, and gate and up where they are computed again; the control leaves these out."""
+    measured, predicted, memory = peaks(None, feed, "none", getattr(torch, dtype), fp8)
+    assert abs(predicted / measured - 1) <= tolerance, f"{predicted / measured:.3f}"
+    for name in ("forward_bytes", "backward_bytes"):
+        monkeypatch.setattr(ProductSize, name, lambda *arguments: 0)
+    monkeypatch.setattr("danlu.planning.layer_memory._recomputed_gate_bytes", lambda *arguments: 0)
+    without = LayerMemory(memory.graph)
+    least = max(without.forward, without.backward - without.graph.bytes_of("x"))
+    assert least < 0.91 * measured if fp8 in KEEPING else least <= predicted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

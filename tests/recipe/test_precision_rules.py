@@ -17,11 +17,11 @@ SMALL: dict[str, Any] = {
 }
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tile", {"quantization": {"kind": "nf4"}, "adapter": {"kind": "lora"}}, "quantization: a quantized base is"),
-    ("tile", {"numerics": "exact"}, "numerics: blocks along tokens share a scale"),
+    ("tensor", {"numerics": "exact"}, "precision.recipe: one scale of a whole tensor changes"),
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
-    ("tile", {"parallel": {"tensor": 2}}, "parallel.tensor: scales are of blocks of features"),
-    ("row", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: scales are of blocks of tokens"),
-    ("tile", {"parallel": {"expert": 2}}, "parallel.expert: scales are of blocks of rows"),
+    ("tensor", {"parallel": {"tensor": 2}}, "parallel.tensor: a rank has a part of the features"),
+    ("mxfp8", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has a part of the tokens"),
+    ("mxfp8", {"parallel": {"expert": 2}}, "parallel.expert: a rank has a part of the rows"),
 ]
 
 
@@ -38,19 +38,25 @@ def test_settings_that_have_no_8_bit_products_are_refused(fp8: str, changes: dic
     assert not messages("bf16", **changes)
 
 
-def test_shards_and_pipelines_have_8_bit_products() -> None:
-    for parallel in ({"shard": "zero3"}, {"pipeline": {"stages": 2}}):
+def test_layouts_have_8_bit_products() -> None:
+    for parallel in ({"shard": "zero3"}, {"pipeline": {"stages": 2}}, {"expert": 2}, {"context": {"size": 2}}):
         assert not messages({"kind": "fp8", "recipe": "tile"}, parallel=parallel)
+    assert not messages({"kind": "fp8", "recipe": "mxfp8"}, parallel={"tensor": 2})
 
 
-@pytest.mark.parametrize("stage", ["rl", "distill"])
-def test_answers_of_the_policy_are_refused(stage: str) -> None:
-    own = {"on_policy": True} if stage == "distill" else {}
-    key = "stage" if stage == "rl" else "on_policy"
-    assert any(
-        text.startswith(f"{key}: the engine multiplies") for text in messages({"kind": "fp8"}, stage=stage, **own)
-    )
-    assert not any("the engine multiplies" in text for text in messages("bf16", stage=stage, **own))
+def test_a_policy_gradient_corrects_what_its_rollouts_do_not_round() -> None:
+    """numerics: exact rounds alike, and pairs of answers have no ratio to what they were drawn from."""
+    rl = {"stage": "rl", "rewards": [{"kind": "exact", "column": "answer"}]}
+
+    def refused(**changes: Any) -> bool:
+        return any("nothing corrects" in text for text in messages({"kind": "fp8"}, **rl, **changes))
+
+    assert refused(objective=[{"kind": "grpo"}])
+    assert not refused(objective=[{"kind": "grpo", "importance": {"level": "token"}}])
+    assert not refused(numerics="exact") and not refused(objective=[])
+    server = {"engine": "http", "urls": ["http://localhost:8000"]}
+    by_server = messages({"kind": "fp8"}, **rl, numerics="exact", rollout=server)
+    assert any(text.startswith("rollout.engine: a server multiplies") for text in by_server)
 
 
 def test_the_type_of_activations_and_the_name_of_products() -> None:

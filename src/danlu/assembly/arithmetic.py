@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from danlu.core.errors import RecipeError
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear, Linear
-from danlu.numerics.arithmetic import Fp8Arithmetic
+from danlu.numerics.arithmetic import Fp8Arithmetic, block_of_features
 from danlu.recipe.sections import Fp8Products
+
+if TYPE_CHECKING:
+    from danlu.parallel.tensor import LinearCut
 
 _GATES = ("shared_gate", "a_proj", "b_proj")
 """Layers with a number for each token or head, that others are multiplied with: they are left as routers are."""
@@ -23,6 +30,36 @@ def set_arithmetic(model: Decoder, section: Fp8Products) -> None:
         assert isinstance(layer, Layer)
         for sublayer in layer.sublayers.values():
             for name, module in sublayer.named_modules():  # type: ignore[attr-defined]
-                if isinstance(module, Linear | GroupedLinear) and name.rpartition(".")[2] not in _GATES:
+                if isinstance(module, Linear | GroupedLinear) and not _is_gate(name):
                     is_behind = sublayer is layer.attention and name == _BEHIND_ATTENTION
                     module.arithmetic = behind_attention if is_behind else usual
+
+
+def check_cuts(section: Fp8Products, linears: Iterable[tuple[Linear | GroupedLinear, LinearCut]]) -> None:
+    """Raises RecipeError where tensor ranks would round other numbers than one process does, beyond the bound that
+    `numerics.arithmetic` states.
+
+    A cut within a block of a power-of-two scale that is rounded up keeps that bound; MXFP8's scales are rounded down,
+    so that its largest numbers saturate. A gradient that is a sum over ranks would be rounded before it is added up.
+    """
+    block = block_of_features(section.recipe)
+    for _, cut in linears:
+        if _is_gate(cut.name):
+            continue
+        if cut.axis is None or cut.replicas > 1:
+            whose = "every rank has it whole" if cut.axis is None else f"{cut.replicas} ranks share a key/value head"
+            raise RecipeError(
+                f"parallel.tensor: {cut.name}: {whose}, and its output's gradient is a sum over these, which products "
+                "in 8 bits would round term by term. Use a parallel.tensor that divides the number of key/value heads, "
+                "in models without latents, or precision: bf16"
+            )
+        if cut.local_features % block:
+            raise RecipeError(
+                f"parallel.tensor: a rank has {cut.local_features} of the {cut.features} features of {cut.name}, and "
+                f"{section.recipe} scales blocks of {block}. Use a degree that leaves each rank a multiple of {block}, "
+                "or recipe: tile"
+            )
+
+
+def _is_gate(name: str) -> bool:
+    return name.rpartition(".")[2] in _GATES

@@ -244,14 +244,15 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     model, adapters, section = subject.model, subject.adapters, recipe.parallel
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
-    if recipe.fp8 is not None:
-        from danlu.assembly.arithmetic import set_arithmetic
-
-        set_arithmetic(model, recipe.fp8)
     if subject.placer is None:
         for name in model.layers:
             placer.cut_layer(name)
     cuts = placer.cut_rest()
+    if recipe.fp8 is not None:
+        from danlu.assembly.arithmetic import check_cuts, set_arithmetic
+
+        check_cuts(recipe.fp8, () if placer.cutter is None else placer.cutter.linears.items())
+        set_arithmetic(model, recipe.fp8)
 
     def planned() -> Plan:
         from danlu.assembly.planned_recompute import fastest_plan

@@ -11,6 +11,10 @@ Recipes, of the factors of y = x W^T, of dx = g W and of dW = g^T x:
 - tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise).
 - mxfp8: 32 numbers along what is contracted with an E8M0 scale (OCP Microscaling formats 1.0).
 
+Other blocks, as ranks have them that share features or tokens, change no number of tile and row by much: where a scale
+is a power of two that no number exceeds, a number that is normal in both blocks is the same in both, and others differ
+by `OTHER_BLOCKS` of the largest number in the blocks at most. Cuts between blocks change nothing.
+
 T tokens · N rows of experts · I, O inputs and outputs of a layer · G groups
 """
 
@@ -71,6 +75,9 @@ def _recipes() -> Mapping[str, Formats]:
 
 
 RECIPES = _recipes()
+OTHER_BLOCKS = 1.5 * 2**-9 / 448
+"""How far a number moves at most where it lies in other blocks, as a part of their largest number: by the errors of its
+rounding to steps of 2^-9 of a scale and of half of that, or less; scales are below 2 / 448 of the largest number."""
 BEHIND_ATTENTION = Format("e5m6", (1, _TILE), scale="power-of-two")
 """The format that tile rounds the input of a layer behind attention to, for the gradient of its weight."""
 
@@ -191,3 +198,10 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
     for index, (start, end) in enumerate(itertools.pairwise(ends)):
         if start < end:
             yield index, slice(start, end)
+
+
+def block_of_features(recipe: str) -> int:
+    """Features that tensor ranks must not cut apart: those of a block where other blocks move numbers by more than
+    `OTHER_BLOCKS`."""
+    formats = RECIPES[recipe]
+    return max(1, formats.x.block[1]) if formats.x.rounding == "floor" else 1

@@ -52,6 +52,11 @@ def enable() -> None:
         _library = _override()
 
 
+def is_enabled() -> bool:
+    """Whether torch's matrix products are batch-invariant in this process at present."""
+    return _library is not None
+
+
 @contextmanager
 def batch_invariant() -> Iterator[None]:
     """A context in which products are batch-invariant."""

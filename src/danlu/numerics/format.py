@@ -197,7 +197,6 @@ def encode(x: Tensor, form: Format) -> Scaled:
     Blocks with NaN or infinity have a scale that is not finite; `Scaled.wide_scales` shows them, and nothing waits for
     a device here. Of x without elements there are no scales.
     """
-    x = x.float()
     if form.zero != "none":
         return _encode_with_zero(x, form)
     scales, tensor_scale = scales_of(largest_of_blocks(x, form), form)

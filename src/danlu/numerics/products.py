@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.numerics import batch_invariant
 from danlu.numerics.format import WHOLE, Scaled
 
 _TILE = 128
@@ -26,8 +27,13 @@ _ROWS = 4
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """a [M, K] times b [N, K], transposed -> [M, N] in `dtype`, by sums in float32."""
-    if _has_kernel(a.codes.device) and (recipes := kernel_recipes(a, b)) is not None:
+    """a [M, K] times b [N, K], transposed -> [M, N] in `dtype`, by sums in float32.
+
+    With `numerics: exact` it is a product of decoded numbers, which is batch-invariant (`numerics.batch_invariant`);
+    nothing says so of the kernels.
+    """
+    has_kernel = _has_kernel(a.codes.device) and not batch_invariant.is_enabled()
+    if has_kernel and (recipes := kernel_recipes(a, b)) is not None:
         return scaled_mm(a, b, recipes, dtype)
     wide = _decoded_dtype(a, b, dtype)
     return (a.decode(wide) @ b.decode(wide).t()).to(dtype)

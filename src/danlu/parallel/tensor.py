@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,20 @@ class Cuts:
     """This rank's box of each parameter; `replicas` and `is_writer` are among the tensor ranks alone."""
     partial: dict[str, Group] = field(default_factory=dict)
     """Parameters with a gradient that is a term of a sum over a group; the sum is made after the backward pass."""
+
+
+class LinearCut(NamedTuple):
+    """How a linear layer, or a stack of them, is divided among the tensor ranks."""
+
+    name: str
+    axis: Axis | None
+    """The cut dimension; None: each rank has the whole matrix, and a term of its gradient."""
+    features: int
+    """Features of that dimension on all ranks together."""
+    local_features: int
+    """Features of it on this rank."""
+    replicas: int
+    """Ranks with the same part, each of which has a term of its gradient."""
 
 
 def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> Cuts:
@@ -92,6 +106,8 @@ class Cutter:
         self._cuts = Cuts()
         self._copies: dict[tuple[int, str], list[Tensor]] = {}  # see `trained_copies`
         self._subgroups: dict[int, Group] = {}  # by size
+        self.linears: dict[Linear | GroupedLinear, LinearCut] = {}
+        """How the linear layers that have been cut so far are divided."""
         size, vocab_size = group.size, model.config.vocab_size
         if vocab_size < size:
             raise RecipeError(
@@ -175,15 +191,18 @@ class Cutter:
             outputs, inputs = linear.shape
             if role == "whole":
                 self._whole(linear, self.group)
+                self.linears[linear] = LinearCut(f"{name}.{part}", None, 0, 0, self.group.size)
                 continue
             unit = declared.unit(part)
             if role == "row":
                 features, replicas = self._features(inputs, unit, role, f"{name}.{part}")
                 self._linear(linear, self._shard("inputs", slice(0, outputs), features), replicas)
+                self.linears[linear] = LinearCut(f"{name}.{part}", "inputs", inputs, _length(features), 1)
                 continue
             features, replicas = self._features(outputs, unit, role, f"{name}.{part}")
             shard = self._shard("outputs", features, slice(0, inputs))
             self._linear(linear, shard, replicas)
+            self.linears[linear] = LinearCut(f"{name}.{part}", "outputs", outputs, _length(features), replicas.size)
             for slot in (slot for slot, source in declared.slots.items() if source == part):
                 filling = getattr(sublayer, slot)
                 if isinstance(filling, CausalConv):

@@ -1,9 +1,11 @@
-"""The values that layers with products in 8 bits keep in 8 bits (`numerics.arithmetic`). Imports no torch."""
+"""The values that layers with products in 8 bits keep in 8 bits (`numerics.arithmetic`), and the bytes that such a
+product takes while it is computed from decoded numbers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from danlu.models.operations import Operation, Value
 
@@ -11,18 +13,60 @@ KEEPING = ("tile", "tensor")
 """Recipes that keep inputs in 8 bits; the others keep them as they are."""
 GATES = ("shared_gate", "a_proj", "b_proj")
 """Products that stay in the type of activations, by the last part of their names."""
-_TILE = 128
+CODES = ".codes"
+"""The end of the name of a value that is kept in 8 bits."""
+_TILE, _FLOAT32 = 128, 4
 _ACTIVATION = "gated_activation"
 
 
 def codes_of(value: Value, width: int) -> Value:
     """A value, or the first `width` of its numbers, in 8 bits with scales."""
-    return replace(value, name=f"{value.name}.codes", width=width, type="codes")
+    return replace(value, name=value.name + CODES, width=width, type="codes")
 
 
 def code_bytes(recipe: str, width: int, count: int) -> int:
     """Bytes of `count` rows of `width` numbers in 8 bits with their float32 scales."""
     return count * (width + 4 * -(-width // _TILE)) if recipe == "tile" else count * width + 4
+
+
+class ProductSize(NamedTuple):
+    """Numbers of the matrices of a product y = x W^T; of stacked layers, all rows and one of the weights."""
+
+    x: int
+    weight: int
+    y: int
+    element_bytes: int
+    """Bytes of an activation."""
+    groups: int = 1
+    """Stacked layers, which share the rows evenly and are multiplied one after the other."""
+
+    def _float32_bytes(self, numbers: int) -> int:
+        """Bytes of a float32 copy of numbers, where activations have another type."""
+        return numbers * _FLOAT32 if self.element_bytes < _FLOAT32 else 0
+
+    def forward_bytes(self) -> int:
+        """Bytes of the codes of both factors and of the decoded numbers, besides x and y.
+
+        A factor is encoded from a float32 copy. Decoding E4M3 takes two bytes more of each number for a moment.
+        """
+        narrow = self.weight * self.element_bytes if self.element_bytes < _FLOAT32 else 0
+        encoding = self.x + narrow + (_FLOAT32 + 1) * self.weight
+        y = self.y // self.groups
+        multiplying = self.x + _FLOAT32 * self.x // self.groups + (1 + _FLOAT32) * self.weight
+        multiplying += max(2 * self.weight - y * self.element_bytes, self._float32_bytes(y))
+        return max((_FLOAT32 + 1) * self.x, encoding, multiplying)
+
+    def backward_bytes(self, recipe: str) -> int:
+        """Bytes besides x as it was kept, the gradient of y, and the two results."""
+        x, y = self.x // self.groups, self.y // self.groups
+        of_x = self.y + _FLOAT32 * y + (1 + _FLOAT32) * self.weight + self._float32_bytes(x)
+        if recipe == "row-with-bf16-weight-gradient":
+            return max(of_x, self.weight * self.element_bytes)
+        decoded = _FLOAT32 * self.x if recipe in KEEPING else self._float32_bytes(self.x)
+        of_weight = y + (1 + _FLOAT32) * x + _FLOAT32 * y + (decoded if self.groups > 1 else 0)
+        if recipe != "tensor":  # what was decoded is there while a copy of it is divided by other scales
+            of_weight = max(of_weight, y + decoded + (_FLOAT32 + 1) * x)
+        return max(of_x, of_weight)
 
 
 def in_few_bits(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from danlu.models.mixer_spec import Delta
 from danlu.models.operations import OF_OTHERS, ROTATION, Operation
 from danlu.planning.attention_memory import attention_temporaries
+from danlu.planning.kept_in_few_bits import CODES, ProductSize, has_few_bits
 from danlu.planning.layer_graph import LayerGraph
 
 _FLOAT32 = 4
@@ -134,6 +135,8 @@ def _forward_temporaries(graph: LayerGraph, operation: Operation) -> int:
     wide = output // graph.batch.element_bytes * _FLOAT32
     match operation.kind:
         case "product" | "grouped":
+            if (size := _size_in_8_bits(graph, operation)) is not None:
+                return size.forward_bytes() + _mask_bytes(graph, operation)
             return _narrow_weight(graph, operation) + _mask_bytes(graph, operation)
         case "norm":  # the squares of rows, and rows that are normed and not scaled; of half precision, rows in float32
             return 3 * wide if is_half else 2 * output
@@ -150,6 +153,27 @@ def _narrow_weight(graph: LayerGraph, operation: Operation) -> int:
         return 0
     shares = min(graph.share.degree, operation.parts)
     return math.prod(operation.weights[0][1][-2:]) // shares * graph.batch.element_bytes
+
+
+def _size_in_8_bits(graph: LayerGraph, operation: Operation) -> ProductSize | None:
+    """The numbers of a product in 8 bits; of experts, of one of them with its share of the rows. None for others."""
+    if graph.training.fp8 is None or not has_few_bits(operation):
+        return None
+    element_bytes, shares = graph.batch.element_bytes, min(graph.share.degree, operation.parts)
+    shape = operation.weights[0][1]
+    x, y = (graph.bytes_of(name) // element_bytes for name in (operation.reads[0], operation.makes[0].name))
+    return ProductSize(x, math.prod(shape[-2:]) // shares, y, element_bytes, math.prod(shape[:-2]))
+
+
+def _recomputed_gate_bytes(graph: LayerGraph, operation: Operation) -> int:
+    """Bytes of the two factors of a gated activation, decoded, and of their product, which a layer behind them computes
+    again in the backward pass; 0 of other operations."""
+    maker = next((each for each in graph.operations if each.makes[0].name == operation.reads[0]), operation)
+    gated = maker if operation.is_product else operation
+    if graph.training.fp8 is None or not graph.saved[gated.name] or gated.is_product:
+        return 0
+    is_kept_so = all(name.endswith(CODES) for name in graph.saved[gated.name])
+    return 3 * graph.bytes_of(gated.makes[0].name) if is_kept_so else 0
 
 
 def _mask_bytes(graph: LayerGraph, operation: Operation) -> int:
@@ -273,6 +297,10 @@ def _backward_temporaries(graph: LayerGraph, operation: Operation) -> int:
     wide = output // graph.batch.element_bytes * _FLOAT32
     match operation.kind:
         case "product" | "grouped":  # the weight in half precision; then its gradient in half precision
+            if (size := _size_in_8_bits(graph, operation)) is not None:
+                assert graph.training.fp8 is not None
+                own = size.backward_bytes(graph.training.fp8) + _recomputed_gate_bytes(graph, operation)
+                return own + _adapter_temporaries(graph, operation)
             return _narrow_weight(graph, operation) + _adapter_temporaries(graph, operation)
         case "norm":
             return 4 * wide if is_half else 2 * output
@@ -286,5 +314,5 @@ def _backward_temporaries(graph: LayerGraph, operation: Operation) -> int:
         case "elementwise" if ROTATION in operation.reads:
             return 2 * output
         case "elementwise" if not isinstance(graph.spec.mixer, Delta) or operation.name.startswith("mlp"):
-            return output
+            return output + _recomputed_gate_bytes(graph, operation)
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from danlu.assembly.arithmetic import set_arithmetic
 from danlu.assembly.machine_memory import processes_here
 from danlu.assembly.parallelize import Placed, Subject, subject_of
 from danlu.core.machine import usable_cores
@@ -88,6 +89,8 @@ def policy_copy(recipe: Recipe, config: ModelConfig, device: torch.device, chat:
         resumed=recipe.adapter is None,
         encode=lambda text: chat.encode_prompt(text),
     )
+    if recipe.fp8 is not None:  # which the engine multiplies with where numerics are exact
+        set_arithmetic(subject.model, recipe.fp8)
     subject.model.requires_grad_(False).eval()
     return subject
 

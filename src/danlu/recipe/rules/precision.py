@@ -18,24 +18,45 @@ def _not_in_8_bits(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields (key, reason, remedy) of settings that products in 8 bits do not have."""
     if recipe.stage == "classify":
         yield "stage", "stage classify trains convolutions, and 8-bit products are those of a decoder", "Use pretrain"
-    if recipe.stage == "rl" or recipe.on_policy:
-        key = "stage" if recipe.stage == "rl" else "on_policy"
-        reason = "the engine multiplies in the type of activations, so answers would be drawn from another policy"
-        yield key, reason, "Use stage sft or preference"
     if recipe.quantization is not None:
         reason = "a quantized base is dequantized for products in the type of activations"
         yield "quantization", reason, "Leave it out"
     if recipe.numerics == "exact":
-        reason = "blocks along tokens share a scale, so a token's neighbours change its gradients"
-        yield "numerics", reason, "Use numerics: fast"
+        yield from _not_exact(recipe)
+    elif recipe.policy_gradient is not None and recipe.policy_gradient.importance is None:
+        reason = "rollouts multiply in the type of activations, and nothing corrects their difference from training"
+        yield "objective.0.importance", reason, "Use importance: token, or numerics: exact"
     if recipe.compile:
         yield "compile", "torch.compile does not trace products in 8 bits", "Leave it out"
-    parallel = recipe.parallel
-    for key, degree, cut in (
-        ("parallel.tensor", parallel.tensor, "features, which tensor ranks have a part of"),
-        ("parallel.context.size", parallel.context.size, "tokens, which context ranks have a part of"),
-        ("parallel.expert", parallel.expert, "rows of an expert, which expert ranks exchange"),
+    yield from _not_cut(recipe)
+
+
+def _not_cut(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, reason, remedy) of layouts that round other numbers than one process, beyond a bound.
+
+    tile and row have none: their scales are powers of two that are rounded up (`numerics.arithmetic.OTHER_BLOCKS`).
+    """
+    assert recipe.fp8 is not None
+    parallel, kind = recipe.parallel, recipe.fp8.recipe
+    for key, degree, part in (
+        ("parallel.tensor", parallel.tensor, "features"),
+        ("parallel.context.size", parallel.context.size, "tokens"),
+        ("parallel.expert", parallel.expert, "rows of experts"),
     ):
-        if degree > 1:
-            reason = f"scales are of blocks of {cut}, and this layout is not compared with one process yet"
-            yield key, reason, "Use parallel.data, shard or pipeline"
+        if degree > 1 and kind == "tensor":
+            reason = f"a rank has a part of the {part}, and recipe tensor has one scale of all of them"
+            yield key, reason, "Use recipe: tile or row"
+        elif degree > 1 and kind == "mxfp8" and part != "features":
+            reason = f"a rank has a part of the {part}, other 32 of which share a scale that the largest exceeds"
+            yield key, reason, "Use recipe: tile or row"
+
+
+def _not_exact(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, reason, remedy) of what gives a token other bits in a rollout than in training."""
+    assert recipe.fp8 is not None
+    if recipe.fp8.recipe == "tensor":
+        reason = "one scale of a whole tensor changes with the other tokens of a pass, and with it each token's numbers"
+        yield "precision.recipe", reason, "Use tile, row or mxfp8, or numerics: fast"
+    if recipe.rollout.engine != "embedded":
+        reason = "a server multiplies in the type of activations, and numerics: exact asks for the trainer's products"
+        yield "rollout.engine", reason, "Use engine: embedded, or numerics: fast"
