@@ -152,6 +152,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/search_bounds.py",
+        "self.dense.of(counts) / shards",
+        "self.dense.of(counts)",
+        "planning/test_search.py",
+        only="sharded",
+    ),
+    Mutation(
+        "planning/search_bounds.py",
         'shard: Shard = "none" if choice.shard == "none" else "zero1"',
         'shard: Shard = "none"',
         "planning/test_search.py",
@@ -321,8 +328,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/pipeline_bounds.py",
-        "return min(micro_batches, _STEADY * stages)",
-        "return min(micro_batches, stages)",
+        "fewest = stages + UNFINISHED_SENDS",
+        "fewest = stages",
         "planning/test_pipeline_bounds.py",
     ),
     Mutation(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,7 +132,7 @@ def early_update(actions: list[Action]) -> list[Action]:
 
 def other_peer(actions: list[Action]) -> list[Action]:
     number = next(number for number, action in enumerate(actions) if action.kind == "send")
-    actions[number] = replace(actions[number], peer=(actions[number].peer or 0) + 1)
+    actions[number] = actions[number]._replace(peer=(actions[number].peer or 0) + 1)
     return actions
 
 
@@ -268,7 +267,7 @@ def renumbered(actions: list[Action], rank: int) -> Iterator[Action]:
     count = dict.fromkeys(KIND.values(), -1)
     for action in actions:
         count[action.kind] += 1
-        yield replace(action, chunk=rank, micro=count[action.kind])
+        yield action._replace(chunk=rank, micro=count[action.kind])
 
 
 def computations(kind: str, stages: int, chunks: int, micro_batches: int) -> list[list[Action]]:

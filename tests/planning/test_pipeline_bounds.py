@@ -109,7 +109,7 @@ def fullest(shape: Shape, costs: Sequence[ChunkCost], ranks: Sequence[RankCost])
 def test_fewer_micro_batches_stand_for_many() -> None:
     """They have the same places of passes and the same peak of memory; control: one stage's fewer have not."""
     random, differing = Random(0), 0
-    for shape in shapes((2, 3), (7, 9, 12, 17)):
+    for shape in shapes((2, 3, 5), (7, 9, 12, 17)):
         kind, stages, chunks, micro_batches = shape
         short = kind, stages, chunks, representative(kind, stages, micro_batches)
         assert chunk_places(*shape) == chunk_places(*short), shape
@@ -129,9 +129,12 @@ def test_fewer_micro_batches_stand_for_many() -> None:
                     gradients_of_forward=of_forward,
                     message=message,
                     loss=loss,
+                    reduce_buffer=random.randrange(30),
+                    gathered=random.randrange(30),
                 )
             )
-        ranks = [RankCost(trained=50, weight_delay=stages - 1 - rank) for rank in range(stages)]
+        keeps = random.random() < 0.5
+        ranks = [RankCost(trained=50, weight_delay=stages - 1 - rank, keeps_gathered=keeps) for rank in range(stages)]
         peaks = fullest(shape, costs, ranks)
         assert peaks == fullest(short, costs, ranks), shape
         if not [*schedule_problems(kind, stages, chunks, stages - 1)]:

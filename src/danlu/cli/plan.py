@@ -80,7 +80,7 @@ def plan(
     if search is not None:
         from danlu.run.plan_search import fastest_layouts
 
-        with loaded.naming_places():
+        with loaded.naming_places(), collection_paused():
             layouts = fastest_layouts(loaded.recipe, search, target, *_lengths(loaded.recipe, lengths))
         _show_layouts(layouts, recipe.name, as_json=as_json)
         if write is not None:

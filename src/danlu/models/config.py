@@ -69,6 +69,10 @@ class ModelConfig:
         for layer in range(len(self.layers)) if self.carries_values else ():
             self.key_source(layer)
 
+    def __hash__(self) -> int:
+        """That of a few sizes: caches look configs up, and layers are many."""
+        return hash((self.family, self.vocab_size, self.hidden_size, len(self.layers), self.layers[-1], self.task))
+
     @property
     def vocab_rows(self) -> int:
         """Rows of embedding and head: config.json's `vocab_size`."""

@@ -146,16 +146,36 @@ def optimizer_bytes(section: sections.Optimizer, shapes: Mapping[str, Shape], *,
     paged: whether state is in pages (`paged-adamw`, or AdamW's state that `memory` offloads), of which one parameter's
     is in memory at a time.
     """
-    sizes = [
-        sum(tensor.bytes for tensor in parameter_state(section, name, shape).values()) for name, shape in shapes.items()
-    ]
-    gradients, largest = 0, 0
-    for name, shape in shapes.items():
-        projected = projected_shape(section, name, shape)
-        gradients += math.prod(shape if projected is None else projected) * FLOAT32_BYTES
-        if projected is not None:
-            largest = max(largest, math.prod(shape) * FLOAT32_BYTES)
-    return OptimizerBytes(sum(sizes), max(sizes, default=0) if paged else sum(sizes), gradients + largest)
+    by_role = isinstance(section, sections.Muon | sections.GaLore)
+    like: dict[tuple[bool, Shape], _ParameterBytes] = {}
+    sizes = []
+    for name, shape in shapes.items():  # most layers have parameters like those of the one before
+        key = by_role and is_hidden(name, len(shape)), shape
+        if key not in like:
+            like[key] = _parameter_bytes(section, name, shape)
+        sizes.append(like[key])
+    state = sum(each.state for each in sizes)
+    largest = max((each.projected for each in sizes), default=0)
+    resident = max((each.state for each in sizes), default=0) if paged else state
+    return OptimizerBytes(state, resident, sum(each.gradient for each in sizes) + largest)
+
+
+class _ParameterBytes(NamedTuple):
+    """Bytes of an optimizer for one parameter."""
+
+    state: int
+    gradient: int
+    """Of the gradient as it waits for the step."""
+    projected: int
+    """Of the whole gradient that is projected; 0 where none is."""
+
+
+def _parameter_bytes(section: sections.Optimizer, name: str, shape: Shape) -> _ParameterBytes:
+    state = sum(tensor.bytes for tensor in parameter_state(section, name, shape).values())
+    whole, projected = math.prod(shape) * FLOAT32_BYTES, projected_shape(section, name, shape)
+    if projected is None:
+        return _ParameterBytes(state, whole, 0)
+    return _ParameterBytes(state, math.prod(projected) * FLOAT32_BYTES, whole)
 
 
 def average_bytes(shapes: Iterable[Shape]) -> int:

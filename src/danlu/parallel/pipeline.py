@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -79,7 +79,7 @@ class Pipeline:
         for start in range(0, micro_batches, size):
             numbers = range(start, min(start + size, micro_batches))
             own = evaluation_actions(self._placement, len(numbers))[self.stages.index]
-            yield [replace(action, micro=start + (action.micro or 0)) for action in own], numbers
+            yield [action._replace(micro=start + (action.micro or 0)) for action in own], numbers
 
     @property
     def micro_batches_in_flight(self) -> float:

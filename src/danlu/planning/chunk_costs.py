@@ -14,8 +14,9 @@ from danlu.planning.chunk_memory import ChunkGradients
 from danlu.planning.layer_graph import LayerGraph, Recompute
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.layer_training import training_of_chunks
+from danlu.planning.layer_work import layer_work, recomputed_operations
 from danlu.planning.mean_documents import mean_documents
-from danlu.planning.primitives import OperationWork, PassSeconds, sum_of
+from danlu.planning.primitives import OperationSeconds, OperationWork, PassSeconds, sum_of
 from danlu.planning.rank_memory import chunks_step, gathered_bytes_of
 from danlu.planning.rank_tensors import RankTensor
 from danlu.planning.speeds import Speeds
@@ -33,15 +34,29 @@ class LayerTimes:
     def __init__(self, speeds: Speeds) -> None:
         self.speeds = speeds
         self._known: dict[tuple[object, ...], PassSeconds] = {}
+        self._operations: dict[tuple[object, ...], tuple[LayerGraph, list[OperationSeconds]]] = {}
+        """Layers that recompute nothing, with the seconds of their operations."""
 
     def of(self, graph: LayerGraph, expert_ranks: int, *, narrow_weights: bool = False) -> PassSeconds:
         """The seconds of a layer on one rank; arguments are those of `layer_seconds`."""
         key = (graph, expert_ranks, narrow_weights)
         if key not in self._known:
-            self._known[key] = layer_seconds(
-                graph, self.speeds, expert_ranks=expert_ranks, narrow_weights=narrow_weights
-            )
+            self._known[key] = self._of(graph, expert_ranks, narrow_weights=narrow_weights)
         return self._known[key]
+
+    def _of(self, graph: LayerGraph, expert_ranks: int, *, narrow_weights: bool) -> PassSeconds:
+        if graph.recompute == "elementwise":  # in the backward pass of its attention there are other primitives
+            return layer_seconds(graph, self.speeds, expert_ranks=expert_ranks, narrow_weights=narrow_weights)
+        base = replace(graph, recompute="none")
+        key = (base, expert_ranks, narrow_weights)
+        if key not in self._operations:
+            work = layer_work(base, expert_ranks=expert_ranks, narrow_weights=narrow_weights)
+            self._operations[key] = base, [OperationSeconds.of(each, self.speeds) for each in work]
+        base, operations = self._operations[key]
+        again = recomputed_operations(base.recomputing(graph.recompute))
+        return PassSeconds.of_operations(
+            each._replace(recomputed=is_again) for each, is_again in zip(operations, again, strict=True)
+        )
 
 
 @dataclass(frozen=True)

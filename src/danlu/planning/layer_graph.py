@@ -23,6 +23,8 @@ from danlu.planning.attention_memory import attention_kept
 from danlu.planning.batch_shape import WHOLE, BatchShape, RankShare
 
 Recompute = Literal["none", "elementwise", "selective", "full"]
+_WITHOUT_RECOMPUTATION = frozenset(("_listed", "operations", "values", "gradients", "with_backward", "saved"))
+"""The properties of a `LayerGraph` that do not depend on what is recomputed."""
 _TYPE_BYTES = {"float32": 4, "int64": 8, "bool": 1}
 
 
@@ -98,6 +100,16 @@ class LayerGraph:
     gathers_again: bool = True
     """Whether tokens that enter a sublayer are gathered once more in the backward pass, under sequence parallelism;
     a whole layer that runs once more keeps them from then on."""
+
+    def recomputing(self, kind: Literal["none", "selective", "full"]) -> LayerGraph:
+        """The layer with another kind of recomputation, which changes neither operations nor what each of them saves.
+
+        Not from or to `elementwise`: its attention saves other values.
+        """
+        assert self.recompute != "elementwise", "its attention saves other values"
+        graph = replace(self, recompute=kind)
+        vars(graph).update({name: value for name, value in vars(self).items() if name in _WITHOUT_RECOMPUTATION})
+        return graph
 
     @cached_property
     def operations(self) -> tuple[Operation, ...]:

@@ -44,6 +44,12 @@ def layer_work(
     return tuple(_LayerWork(graph, precision, expert_ranks, narrow_weights).all())
 
 
+def recomputed_operations(graph: LayerGraph) -> list[bool]:
+    """Whether the forward pass of each operation of a layer runs in the backward pass once more."""
+    work = _LayerWork(graph, None, 1, narrow_weights=False)
+    return [work.is_made_again(operation) for operation in graph.operations]
+
+
 class _LayerWork:
     def __init__(self, graph: LayerGraph, precision: str | None, expert_ranks: int, narrow_weights: bool) -> None:
         self.graph, self.expert_ranks = graph, expert_ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -72,10 +73,17 @@ class ModelTensor:
         """Numbers in the whole tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def of_experts(self) -> bool:
         """Whether it has the experts of a layer in its first dimension."""
         return is_stacked(self.name)
+
+    @cached_property
+    def layer(self) -> int | None:
+        """The number of its layer; None of what lies outside of layers, and of what adapters of all layers share."""
+        if not self.name.startswith("layers.") or ".projection." in self.name:
+            return None
+        return int(self.name.split(".", 2)[1])
 
 
 @dataclass(frozen=True)

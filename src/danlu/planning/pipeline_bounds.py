@@ -15,13 +15,12 @@ from functools import lru_cache
 
 from danlu.parallel.schedules import placement
 from danlu.parallel.schedules.compute_order import PASSES, micro_batches_per_round
+from danlu.parallel.schedules.messages import UNFINISHED_SENDS
 from danlu.parallel.schedules.schedule import compute_codes
 from danlu.planning.step_walk import ChunkCost
 
 _ROUNDING = 1e-10
 """The share by which two sums of the same seconds may differ that are added in another order."""
-_STEADY = 4
-"""Micro-batches for each stage from which on more of them change neither the beginning nor the end of a list."""
 
 _FORWARD, _INPUT, _WEIGHT, _BACKWARD = map(PASSES.index, ("forward", "input", "weight", "backward"))
 
@@ -64,12 +63,23 @@ def lower_bound(
 
 
 def representative(kind: str, stages: int, micro_batches: int) -> int:
-    """The fewest micro-batches of steps with the same beginning and end of every rank's list, and the same peak of
+    """Micro-batches of the shortest step with the same beginning and end of every rank's list, and the same peak of
     memory (`step_walk`).
+
+    A pipeline is full after its first rounds, and once as many messages are on their way as there can be.
     """
     if kind == "gpipe" or (kind == "interleaved" and micro_batches_per_round(stages, micro_batches) != stages):
         return micro_batches  # all forward passes are the beginning; rounds are longer with other numbers
-    return min(micro_batches, _STEADY * stages)
+    match kind:
+        case "1f1b" | "zb-h1":
+            fewest = stages + UNFINISHED_SENDS
+        case "zbv":
+            fewest = 2 * stages + UNFINISHED_SENDS
+        case "interleaved":
+            fewest = 3 * stages
+        case _:
+            fewest = 4 * stages
+    return min(micro_batches, fewest)
 
 
 class _Paths:

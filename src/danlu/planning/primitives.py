@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -145,6 +145,39 @@ class OperationWork:
     """Whether its forward pass runs once more in the backward pass."""
 
 
+class OperationSeconds(NamedTuple):
+    """The seconds of one operation in each pass of a micro-batch; None of a pass in which it does nothing."""
+
+    kind: str
+    forward: float | None
+    backward_input: float | None
+    backward_weight: float | None
+    accumulation: float | None
+    recomputed: bool
+    extrapolated: bool
+
+    @classmethod
+    def of(cls, work: OperationWork, speeds: Speeds) -> OperationSeconds:
+        """The seconds of an operation's primitives, one after the other."""
+        host, is_outside = speeds.host(), False
+
+        def total(primitives: Sequence[Primitive]) -> float | None:
+            nonlocal is_outside
+            each = [primitive.seconds(speeds) for primitive in primitives]
+            is_outside |= any(seconds.extrapolated for seconds in each)
+            return sum(each) + host if each else None
+
+        return cls(
+            work.kind,
+            total(work.forward),
+            total(work.backward_input),
+            total(work.backward_weight),
+            total(work.accumulation),
+            work.recomputed,
+            is_outside,
+        )
+
+
 @dataclass(frozen=True)
 class PassSeconds:
     """The seconds of the passes of one micro-batch through a part of a model, or several of them together."""
@@ -178,19 +211,24 @@ class PassSeconds:
     @classmethod
     def of(cls, work: Iterable[OperationWork], speeds: Speeds) -> PassSeconds:
         """The seconds of some operations, one after the other."""
+        return cls.of_operations(OperationSeconds.of(each, speeds) for each in work)
+
+    @classmethod
+    def of_operations(cls, operations: Iterable[OperationSeconds]) -> PassSeconds:
+        """The same of operations with known seconds."""
         passes = dict.fromkeys(("forward", "backward_input", "backward_weight", "recompute", "accumulation"), 0.0)
         by_kind: dict[str, float] = {}
-        is_outside, host = False, speeds.host()
-        for operation in work:
-            for name in passes:
-                primitives = operation.forward if name == "recompute" else getattr(operation, name)
-                if not primitives or (name == "recompute" and not operation.recomputed):
-                    continue
-                each = [primitive.seconds(speeds) for primitive in primitives]
-                is_outside |= any(seconds.extrapolated for seconds in each)
-                passes[name] += (total := sum(each) + host)
-                if name != "accumulation":
-                    by_kind[operation.kind] = by_kind.get(operation.kind, 0.0) + total
+        is_outside = False
+        for kind, forward, backward_input, backward_weight, accumulation, recomputed, extrapolated in operations:
+            again = forward if recomputed else None
+            is_outside |= extrapolated
+            for name, seconds in zip(
+                passes, (forward, backward_input, backward_weight, again, accumulation), strict=True
+            ):
+                if seconds is not None:
+                    passes[name] += seconds
+                    if name != "accumulation":
+                        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
         return cls(**passes, by_kind=MappingProxyType(by_kind), extrapolated=is_outside)
 
 

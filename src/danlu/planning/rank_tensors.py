@@ -8,7 +8,7 @@ The cuts are those of the code that makes them: pipeline stages (`parallel.pipel
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,18 +68,19 @@ class RankPlace:
 
         A tied embedding is on the first and on the last stage, and what adapters of all layers share on each.
         """
-        layers = frozenset(self.chunks.local_layers)
+        layers = frozenset(self.chunks.local_layers) if self.layout.pipeline > 1 else None
         parts = _parts(config, self.layout.tensor, self.tensor_rank) if self.layout.tensor > 1 else {}
         is_tied = config.task == "causal-lm" and config.tie_word_embeddings
         for each in tensors:
-            if self._is_here(each.name, layers, is_tied=is_tied):
+            if layers is None or (
+                self._is_here(each.name, is_tied=is_tied) if each.layer is None else each.layer in layers
+            ):
                 yield self._part(each, parts)
 
-    def _is_here(self, name: str, layers: Container[int], *, is_tied: bool) -> bool:
-        if self.layout.pipeline == 1 or ".projection." in name:
+    def _is_here(self, name: str, *, is_tied: bool) -> bool:
+        """Whether a tensor that belongs to no layer is on this stage."""
+        if ".projection." in name:
             return True
-        if name.startswith("layers."):
-            return int(name.split(".", 2)[1]) in layers
         if name == "embed_tokens.weight" and self.chunks.has_last and is_tied:
             return True
         return self.chunks.of_parameter(name) in self.chunks.local

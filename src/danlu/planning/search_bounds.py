@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from danlu.core.types import MemoryParts
 from danlu.models.chunks import Chunks
+from danlu.optim.state_shapes import average_bytes, optimizer_bytes
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.schedules import placement
 from danlu.parallel.schedules.compute_order import micro_batches_per_round
@@ -60,20 +60,52 @@ class Division:
         return tuple(map(min, zip(*map(self.of_stage, range(len(self.local))), strict=True)))
 
 
+class _Shared(NamedTuple):
+    """A quantity of a process in which nothing is sharded: what each data rank has, and what data ranks would share."""
+
+    whole: PerLayer
+    dense: PerLayer
+    experts: PerLayer
+
+    def of(self, counts: Sequence[int], shards: int, expert_shards: int) -> float:
+        """That of some layers at the least, where data ranks share it. counts: of each kind."""
+        return self.whole.of(counts) + self.dense.of(counts) / shards + self.experts.of(counts) / expert_shards
+
+    def outside(self, shards: int, expert_shards: int) -> float:
+        """The same of what is outside of layers."""
+        return self.whole.outside + self.dense.outside / shards + self.experts.outside / expert_shards
+
+
 class _States(NamedTuple):
     """Bytes of a process that do not depend on its micro-batches."""
 
-    others: PerLayer
+    others: _Shared
     """Weights, the state of the optimizer, the average."""
-    gradients: PerLayer
-    outside: float
-    """Bytes of `others` outside of layers, on the first stage."""
-    gathered: tuple[int, ...]
-    """Bytes of a whole layer of each kind that is gathered from shards."""
+    gradients: _Shared
+    first_stage: _Shared
+    """As `others`, of the first stage of several, for what is outside of layers."""
 
 
-def _others(parts: MemoryParts) -> int:
-    return parts.weights + parts.adapter + parts.optimizer + parts.average
+def _state_bytes(workload: Workload, states: RankStates) -> tuple[float, ...]:
+    """Bytes of weights, optimizer and average that each data rank has, and of those that data ranks would share, of
+    experts apart; then the same of gradients.
+    """
+    section, parts = workload.recipe.optimizer, states.parts
+    others = parts.weights + parts.adapter + parts.optimizer + parts.average
+    # Of state in pages that of the largest parameter counts, which is smaller where that is sharded.
+    is_paged = parts.optimizer < optimizer_bytes(section, states.trained, paged=False).state
+    others -= parts.optimizer * is_paged
+    shared, gradients = [0, 0], [0, 0]
+    for each in states.tensors if others else ():  # nothing is left of what lies in the host's memory
+        if each.whole.is_whole or not each.whole.is_parameter:
+            continue
+        shared[each.whole.of_experts] += each.bytes
+        if each.whole.trained:
+            own = optimizer_bytes(section, {each.name: each.shape}, paged=False)
+            average = average_bytes([each.shape]) if parts.average else 0
+            shared[each.whole.of_experts] += average + (0 if is_paged else own.state)
+            gradients[each.whole.of_experts] += own.gradients
+    return others - sum(shared), *shared, parts.gradients - sum(gradients), *gradients
 
 
 def _in_flight(choice: Choice, kept: Sequence[float], micro_batches: int) -> list[int]:
@@ -110,6 +142,7 @@ class Bounds:
         self._layers: dict[Hashable, ModelSeconds] = {}
         self._waits: dict[Hashable, PerLayer] = {}
         self._states: dict[Hashable, _States] = {}
+        self._gathered: dict[Hashable, tuple[int, ...]] = {}
         self._kept: dict[Hashable, tuple[PerLayer, float]] = {}
         self._weights: dict[Hashable, list[Weight]] = {}
         self._divisions: dict[Hashable, Division] = {}
@@ -167,27 +200,52 @@ class Bounds:
         states = self._states_of(choice)
         kept, transient = self._kept_of(choice, micro)
         layers, chunks = division.of_stage(0), [division.of_chunk[chunk] for chunk in division.local[0]]
-        total = states.others.of(layers) + states.outside
+        shards = self._shards(choice)
+        outside = states.others if choice.stages == 1 else states.first_stage
+        total = states.others.of(layers, *shards) + outside.outside(*shards)
         each = [kept.of(chunk) for chunk in chunks]
         in_flight = _in_flight(choice, each, micro_batches)
         total += sum(count * own for count, own in zip(in_flight, each, strict=True))
-        gathered = [self._gathered(choice, states, counts) for counts in chunks]
+        gathered = [self._gathered_of(choice, counts) for counts in chunks]
         if choice.shard in ("zero1", "zero2"):  # of each chunk from its first forward to its last backward pass
             total += max(min(gathered), sum(own for count, own in zip(in_flight, gathered, strict=True) if count))
         else:
             total += min(gathered)
         total += transient
         # Gradients are there once a backward pass has run; later as many micro-batches are in flight as before it.
-        return total + (states.gradients.of(layers) if micro_batches >= 2 * choice.stages else 0)
+        if micro_batches < 2 * choice.stages:
+            return total
+        reduced = choice.recipe(self.workload.recipe).parallel.reduces_each_micro_batch
+        return total + states.gradients.of(layers, *(shards if reduced else (1, 1)))
 
-    def _gathered(self, choice: Choice, states: _States, counts: Sequence[int]) -> float:
-        """Bytes of whole parameters of a chunk in its backward pass."""
+    def _shards(self, choice: Choice) -> tuple[int, int]:
+        """The data and context ranks that share a parameter, and those that share experts."""
+        if choice.shard == "none":
+            return 1, 1
+        shards = choice.data_ranks(self._ranks) // choice.replicate * choice.context
+        return shards, max(1, shards // choice.expert)
+
+    def _gathered_of(self, choice: Choice, counts: Sequence[int]) -> float:
+        """Bytes of whole parameters of a chunk in its backward pass. counts: its layers of each kind."""
         if choice.shard == "none":
             return 0.0
+        layers = self._gathered_layers(choice)
         if choice.shard == "zero3":
-            own = [each for each, count in zip(states.gathered, counts, strict=True) if count]
+            own = [each for each, count in zip(layers, counts, strict=True) if count]
             return min(own, default=0) * min(sum(counts), 1 + self.workload.recipe.parallel.prefetch)
-        return sum(count * each for count, each in zip(counts, states.gathered, strict=True))
+        return sum(count * each for count, each in zip(counts, layers, strict=True))
+
+    def _gathered_layers(self, choice: Choice) -> tuple[int, ...]:
+        """Bytes of a whole layer of each kind that is gathered from shards."""
+        key = choice.tensor, choice.expert, self._shards(choice)[1] == 1
+        if key not in self._gathered:
+            alone = _in_one_stage(choice)
+            own = replace(self._thin.base, recipe=alone.recipe(self.workload.recipe))
+            layout = replace(self._layout(choice), pipeline=1)
+            tensors = rank_states(own, layout, device_type=self.target.device_type).tensors
+            by_layer = [[each for each in tensors if each.whole.layer == kind] for kind in range(max(self._kinds) + 1)]
+            self._gathered[key] = tuple(gathered_bytes_of(own, each)[0] for each in by_layer)
+        return self._gathered[key]
 
     def _micro_batches(self, choice: Choice) -> tuple[int, int]:
         """(packed sequences of a micro-batch, micro-batches of a rank in a step)."""
@@ -260,42 +318,30 @@ class Bounds:
         return self._waits[alone]
 
     def _states_of(self, choice: Choice) -> _States:
-        shards = 0
-        if choice.shard != "none":
-            shards = choice.data_ranks(self._ranks) // choice.replicate * choice.context
-        is_whole = choice.stages == 1
-        key = choice.tensor, choice.expert, choice.shard, shards, is_whole
+        key = choice.tensor, choice.expert
         if key not in self._states:
-            alone = _in_one_stage(choice)
-            layout = replace(self._layout(choice), pipeline=1)
+            alone = _in_one_stage(choice)._replace(shard="none", replicate=1)
+            layout = replace(self._layout(choice._replace(shard="none", replicate=1)), pipeline=1)
 
-            def states_of(workload: Workload, choice: Choice, layout: Layout) -> RankStates:
-                own = replace(workload, recipe=choice.recipe(workload.recipe))
-                return rank_states(own, layout, device_type=self.target.device_type)
+            def sums(thin: Workload, stages: int = 1) -> tuple[float, ...]:
+                of_stages = alone._replace(stages=stages)
+                own = replace(thin, recipe=of_stages.recipe(thin.recipe))
+                stage = replace(layout, pipeline=stages)
+                return _state_bytes(own, rank_states(own, stage, device_type=self.target.device_type))
 
-            base = states_of(self._thin.base, alone, layout)
-
-            def sums(thin: Workload) -> tuple[float, float]:
-                parts = (base if thin is self._thin.base else states_of(thin, alone, layout)).parts
-                return _others(parts), parts.gradients
-
-            others, gradients = self._thin.measure(sums)
-            outside = others.outside
-            if not is_whole:
-                first = states_of(self._thin.first_twice, alone._replace(stages=2), replace(layout, pipeline=2))
-                outside = _others(first.parts) - others.layers[self._kinds[0]]
-            own = replace(self._thin.base, recipe=alone.recipe(self.workload.recipe))
-            of_layer = [
-                [each for each in base.tensors if each.name.startswith(f"layers.{kind}.")]
-                for kind in range(len(others.layers))
+            measured = self._thin.measure(sums)
+            others, gradients = _Shared(*measured[:3]), _Shared(*measured[3:])
+            kind = self._kinds[0]
+            first = [
+                PerLayer(own.layers, whole - own.layers[kind])
+                for own, whole in zip(others, sums(self._thin.first_twice, stages=2), strict=False)
             ]
-            gathered = tuple(gathered_bytes_of(own, each)[0] for each in of_layer)
-            self._states[key] = _States(others, gradients, outside, gathered)
+            self._states[key] = _States(others, gradients, _Shared(*first))
         return self._states[key]
 
     def _kept_of(self, choice: Choice, micro: int) -> tuple[PerLayer, float]:
         """(bytes that layers keep of a micro-batch, bytes of the backward pass of the cheapest layer)."""
-        alone = self._alone(choice, micro)
+        alone = self._alone(choice, micro)._replace(expert=1, shard="none")  # on which it does not depend
         if alone not in self._kept:
 
             def activations(thin: Workload, chunks: Chunks) -> ActivationBytes:

@@ -28,7 +28,7 @@ from danlu.planning.rank_memory import RankStates
 from danlu.planning.rollout_lengths import draws_answers
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
 from danlu.planning.step_plan import HostBytes, RankMemory, RlSeconds, StagePlan, StepPlan, StepSeconds
-from danlu.planning.step_walk import ChunkCost, RankCost, WalkBytes, rank_bytes
+from danlu.planning.step_walk import ChunkCost, RankCost, WalkBytes, peak_bytes
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 
@@ -186,8 +186,7 @@ class StepPlanner:
 
     def _memory_of_step(self, stage: int) -> RankMemory:
         states, costs = self._stages[stage].states, [self._bytes] * self._fewest
-        moments = rank_bytes(self._lists[stage], costs, self._rank_cost(states))
-        return _memory(states, max(moments, key=sum))
+        return _memory(states, peak_bytes(self._lists[stage], costs, self._rank_cost(states)))
 
     def _host_bytes(self, stage: int) -> HostBytes:
         return host_bytes(self.workload, self._stages[stage].states, self.layout, self.target.device_type)
@@ -222,8 +221,7 @@ class StepPlanner:
         }
         every = [own.get(chunk, ChunkCost()) for chunk in range(num_chunks(section))]
         order = order_of_rank(section.schedule, section.stages, per_stage, self._fewest, stage)
-        moments = rank_bytes(order, [every] * self._fewest, self._rank_cost(states.states))
-        return _memory(states.states, max(moments, key=sum))
+        return _memory(states.states, peak_bytes(order, [every] * self._fewest, self._rank_cost(states.states)))
 
     def fits(self, most_bytes: int) -> bool:
         """Whether no stage takes more than so many bytes."""

@@ -9,7 +9,7 @@ those of `pipeline_simulation`. Bytes depend on the order of a rank's own list a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -191,6 +191,23 @@ def rank_bytes(
 
     costs: for each micro-batch that of each chunk of the model.
     """
+    moments = []
+    for memory in _walked(actions, costs, rank):
+        moments.append(memory.fullest)
+        memory.most = -1
+    return moments
+
+
+def peak_bytes(
+    actions: Sequence[Action], costs: Sequence[Sequence[ChunkCost]], rank: RankCost = RankCost()
+) -> WalkBytes:
+    """The first of the moments of `rank_bytes` with the most bytes, in less time."""
+    *_, memory = _walked(actions, costs, rank)
+    return memory.fullest
+
+
+def _walked(actions: Sequence[Action], costs: Sequence[Sequence[ChunkCost]], rank: RankCost) -> Iterator[_RankMemory]:
+    """Yields the bytes of a rank behind each action."""
     each_updates = any(action.kind == "update" and action.micro is not None for action in actions)
     numbers = list(enumerate(actions))
     gradient_passes = [(number, action) for number, action in numbers if action.kind in ("backward", "weight")]
@@ -199,12 +216,14 @@ def rank_bytes(
     is_last, is_last_reduce = frozenset(last_pass.values()), frozenset(last_reduce.values())
     updates = sum(action.kind == "update" for action in actions)
     memory = _RankMemory(costs, rank, updates if each_updates else 0)
-    moments = []
     for number, action in numbers:
-        moments.append(memory.take(action, is_last=number in is_last))
+        memory.take(action, is_last=number in is_last)
         if number in is_last_reduce:
             memory.buffers = 0
-    return moments
+        yield memory
+
+
+_NOTHING = WalkBytes(0, 0, 0, 0, 0, 0, 0)
 
 
 class _Message(NamedTuple):
@@ -232,6 +251,10 @@ class _RankMemory:
     buffers: int = 0
     gathered: int = 0
     versions: int = 0
+    most: int = -1
+    """The most bytes at once so far."""
+    fullest: WalkBytes = _NOTHING
+    """The parts of these."""
     _kept: dict[tuple[int, int], int] = field(default_factory=dict)
     """(chunk, micro-batch) in flight -> its bytes."""
     _received: set[tuple[int, int]] = field(default_factory=set)
@@ -241,44 +264,44 @@ class _RankMemory:
     _unfinished: deque[_Message] = field(default_factory=deque)
     _updated: int = 0
 
-    def take(self, action: Action, *, is_last: bool) -> WalkBytes:
-        """Takes an action; returns the most bytes in it. is_last: it is the last that makes gradients of its chunk."""
-        if action.kind == "update":
-            return self._update(action)
-        chunk, micro = action.chunk, action.micro
+    def take(self, action: Action, *, is_last: bool) -> None:
+        """Takes an action. is_last: it is the last that makes gradients of its chunk."""
+        kind, chunk, micro, _, what = action
+        if kind == "update":
+            self._update(action)
+            return
         assert chunk is not None
-        cost = self.costs[micro or 0][chunk]
-        match action.kind:
+        place = chunk, micro or 0
+        cost = self.costs[place[1]][chunk]
+        match kind:
             case "forward":
-                moment = self._forward((chunk, micro or 0), cost)
+                self._forward(place, cost)
             case "backward" | "input":
-                moment = self._backward((chunk, micro or 0), cost, puts_off=action.kind == "input")
+                self._backward(place, cost, puts_off=kind == "input")
             case "weight":
-                moment = self._weight(chunk, cost)
+                self._weight(chunk, cost)
             case "send":
-                moment = self._send((chunk, micro or 0), cost, is_gradient=action.what == "gradient")
+                self._send(place, cost, is_gradient=what == "gradient")
             case "receive":
-                moment = self._receive((chunk, micro or 0), cost, is_gradient=action.what == "gradient")
+                self._receive(place, cost, is_gradient=what == "gradient")
             case _:
-                moment = self._now()
+                self._note()
         if is_last:  # buckets are filled as the pass ends, when its activations are gone
             self.buffers += cost.reduce_buffer
             self.gathered -= cost.gathered if self.rank.keeps_gathered else 0
-        return moment
 
-    def _now(
-        self, *, activations: int = 0, logits: int = 0, gradients: int = 0, gathered: int = 0, queue: int = 0
-    ) -> WalkBytes:
-        """The present bytes, and those in addition of a pass."""
-        return WalkBytes(
-            activations=self.activations + activations,
-            logits=self.head_gradients + logits,
-            gradients=self.gradients + gradients,
-            gathered=self.gathered + gathered,
-            stash=self.versions * self.rank.trained,
-            queue=self.queue + queue,
-            messages=self.messages + self.buffers,
-        )
+    def _note(
+        self, activations: int = 0, logits: int = 0, gradients: int = 0, gathered: int = 0, queue: int = 0
+    ) -> None:
+        """Keeps the present bytes, and those in addition of a pass, where they are the most so far."""
+        activations, logits = self.activations + activations, self.head_gradients + logits
+        gradients, gathered = self.gradients + gradients, self.gathered + gathered
+        queue, messages = self.queue + queue, self.messages + self.buffers
+        stash = self.versions * self.rank.trained
+        total = activations + logits + gradients + gathered + stash + queue + messages
+        if total > self.most:
+            self.most = total
+            self.fullest = WalkBytes(activations, logits, gradients, gathered, stash, queue, messages)
 
     def _before(self, place: tuple[int, int]) -> ChunkCost | None:
         """The cost of the chunk before one, for the same micro-batch."""
@@ -288,7 +311,7 @@ class _RankMemory:
     def _gathering(self, cost: ChunkCost) -> int:
         return 0 if self.rank.keeps_gathered else cost.gathered
 
-    def _forward(self, place: tuple[int, int], cost: ChunkCost) -> WalkBytes:
+    def _forward(self, place: tuple[int, int], cost: ChunkCost) -> None:
         before, shared, frozen = self._before(place), 0, 0
         if before is not None:
             frozen = before.frozen_message
@@ -300,18 +323,16 @@ class _RankMemory:
         if self.rank.keeps_gathered and place[1] == 0:
             self.gathered += cost.gathered
         gathered = self._gathering(cost)
-        moment = self._now(activations=cost.forward_peak - shared, gathered=gathered)
-        logits = cost.loss + cost.gradients_of_forward
-        at_loss = self._now(activations=cost.kept - shared, logits=logits, gathered=gathered)
+        self._note(cost.forward_peak - shared, gathered=gathered)
+        self._note(cost.kept - shared, cost.loss + cost.gradients_of_forward, gathered=gathered)  # at the loss
         kept = self._kept[place] = cost.kept - shared
         self.activations += kept
         self.head_gradients += cost.gradients_of_forward
         self.messages -= frozen
         if place[0] + 1 < len(self.costs[place[1]]):
             self.messages += cost.frozen_message  # until they are sent, or used here
-        return max(moment, at_loss, key=sum)
 
-    def _backward(self, place: tuple[int, int], cost: ChunkCost, *, puts_off: bool) -> WalkBytes:
+    def _backward(self, place: tuple[int, int], cost: ChunkCost, *, puts_off: bool) -> None:
         kept = self._kept.pop(place)
         shared = cost.kept - kept
         if place[0] + 1 < len(self.costs[place[1]]):
@@ -322,8 +343,8 @@ class _RankMemory:
         peak = PassBytes(cost.input_peak if puts_off else cost.backward_peak, missing)
         if missing and not puts_off and cost.first_backward is not None and place[0] not in self._gradients_there:
             peak = cost.first_backward
-        moment = self._now(
-            activations=peak.activations - shared,
+        self._note(
+            peak.activations - shared,
             gradients=peak.gradients + cost.whole_gradients,
             gathered=self._gathering(cost),
         )
@@ -332,18 +353,17 @@ class _RankMemory:
             self.queue += cost.kept_for_weight
         if (before := self._before(place)) is not None:
             self.messages += before.message  # the gradient of its input, until it is sent or used here
-        self.messages += sum(each.message for each in self._unfinished if each.place == place)
-        return moment
+        if self._unfinished:
+            self.messages += sum(each.message for each in self._unfinished if each.place == place)
 
-    def _weight(self, chunk: int, cost: ChunkCost) -> WalkBytes:
+    def _weight(self, chunk: int, cost: ChunkCost) -> None:
         missing = self._missing(chunk, cost.gradients)
         peak = PassBytes(cost.weight_peak, missing)
         if missing and cost.first_weight is not None:
             peak = cost.first_weight
         self.queue -= cost.kept_for_weight
-        moment = self._now(queue=peak.activations, gradients=peak.gradients + cost.whole_gradients)
+        self._note(queue=peak.activations, gradients=peak.gradients + cost.whole_gradients)
         self._make(chunk, missing)
-        return moment
 
     def _missing(self, chunk: int, wanted: int) -> int:
         return max(0, wanted - self._gradients_there.get(chunk, 0))
@@ -352,21 +372,20 @@ class _RankMemory:
         self._gradients_there[chunk] = self._gradients_there.get(chunk, 0) + missing
         self.gradients += missing
 
-    def _send(self, place: tuple[int, int], cost: ChunkCost, *, is_gradient: bool) -> WalkBytes:
+    def _send(self, place: tuple[int, int], cost: ChunkCost, *, is_gradient: bool) -> None:
         if is_gradient:
             before = self._before(place)
             assert before is not None, "the first chunk has no gradient of its input"
             self._unfinished.append(_Message(None, before.message, 0))
         else:
             self._unfinished.append(_Message(place, cost.message, cost.frozen_message))
-        moment = self._now()
+        self._note()
         if len(self._unfinished) > UNFINISHED_SENDS:
             arrived = self._unfinished.popleft()
             is_kept = arrived.place in self._kept
             self.messages -= arrived.frozen + (0 if is_kept else arrived.message)
-        return moment
 
-    def _receive(self, place: tuple[int, int], cost: ChunkCost, *, is_gradient: bool) -> WalkBytes:
+    def _receive(self, place: tuple[int, int], cost: ChunkCost, *, is_gradient: bool) -> None:
         if is_gradient:
             self.messages += cost.message
         else:
@@ -374,17 +393,16 @@ class _RankMemory:
             assert before is not None, "the first chunk receives no activation"
             self._received.add(place)
             self.messages += before.message + before.frozen_message
-        return self._now()
+        self._note()
 
-    def _update(self, action: Action) -> WalkBytes:
+    def _update(self, action: Action) -> None:
         if action.micro is not None:
             self._updated += 1
             self.versions = stashed_versions(self._updated, self.updates, self.rank.weight_delay)
-        moment = self._now()
+        self._note()
         if action.micro is not None:
             self.gradients -= sum(self._gradients_there.values())
             self._gradients_there.clear()
-        return moment
 
 
 def stashed_versions(newest: int, micro_batches: int, delay: int) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward", "input", "weight", "send", "receive", "reduce", "update"]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """The next action of a rank. Only the fields that a kind needs are set; the others are None.
 
     ============  =====  =====  ====  =====================================================================
