@@ -165,9 +165,9 @@ class _ParameterBytes(NamedTuple):
 
     state: int
     gradient: int
-    """Of the gradient as it waits for the step."""
+    """Bytes of the gradient as it waits for the step."""
     projected: int
-    """Of the whole gradient that is projected; 0 where none is."""
+    """Bytes of the whole gradient, where it is projected; 0 where it is not."""
 
 
 def _parameter_bytes(section: sections.Optimizer, name: str, shape: Shape) -> _ParameterBytes:

@@ -83,7 +83,7 @@ class _States(NamedTuple):
     """Weights, the state of the optimizer, the average."""
     gradients: _Shared
     first_stage: _Shared
-    """As `others`, of the first stage of several, for what is outside of layers."""
+    """The same of the first stage of several, of which what is outside of layers counts."""
 
 
 def _state_bytes(workload: Workload, states: RankStates) -> tuple[float, ...]:
