@@ -6,6 +6,41 @@ from mutation.table import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        "numerics/encoded_products.py",
+        "total += part.to(torch.int32)",
+        "total = (total.float() + part).to(torch.int32)",
+        "numerics/test_encoded_products.py",
+        "test_integers_are_added_up_exactly",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "self._copies, self._stacked_copies, self._taken_bytes = {}, {}, 0",
+        "self._stacked_copies, self._taken_bytes = {}, 0",
+        "inference/test_rollout_precision.py",
+        "test_weights_are_encoded_again_after_an_update",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "                start += count",
+        "                start += 1",
+        "inference/test_rollout_precision.py",
+        "test_answers_are_those_of_the_definition[experts-int8]",
+    ),
+    Mutation(
+        "assembly/arithmetic.py",
+        "for name, module, _ in _layers_of_products(model) if name != _EXPANDS_LATENTS)",
+        "for name, module, _ in _layers_of_products(model))",
+        "inference/test_rollout_precision.py",
+        "test_answers_are_those_of_the_definition[latent-int8]",
+    ),
+    Mutation(
+        "recipe/rounded_rollouts.py",
+        'term.value.setdefault("importance", ',
+        'term.value.__setitem__("importance", ',
+        "recipe/test_rl_rules.py",
+        "test_rollouts_that_round_are_corrected_by_default",
+    ),
+    Mutation(
         "rl/estimators.py",
         "of_steps.append((part, last, value))",
         "of_steps.append((part, 0, value))",

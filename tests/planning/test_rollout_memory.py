@@ -17,6 +17,7 @@ from danlu.inference.request import Request, SamplingOptions
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import can_pack
+from danlu.numerics import encoded_products
 from danlu.planning.cache_memory import DECODE_ROOM
 from danlu.planning.rollout_lengths import AskedPrompt
 from danlu.planning.rollout_memory import EngineBytes, engine_bytes
@@ -71,3 +72,17 @@ def test_copies_that_only_have_another_order_have_a_limit() -> None:
     assert planned(CONFIG, options, "bf16", is_cast=True).copies > 1000
     exact = engine_bytes(EngineModel(CONFIG, "fp32", exact=True), options.bounds, PROMPTS, packed_gib=2.0)
     assert exact.copies == 0
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_encoded_copies_are_those_of_the_engine(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded_products, "_has_integer_products", lambda: False)
+    options = EngineOptions(block=4, precision=precision, packed_gib=0)
+    model = EngineModel(CONFIG, "fp32", "cpu")
+    of_plan = engine_bytes(model, options.bounds, PROMPTS, packed_gib=0, precision=precision)
+    runner = engine_of(CONFIG, torch.float32, replace(options, cache_gib=of_plan.cache / 2**30))._runner
+    encoded = [each for each in runner.packed_weights._copies.values() if each.encoder is not None]
+    assert sum(4 * weight.numel() for each in encoded for weight in each.weights) == of_plan.copies > 0
+    assert engine_bytes(model, options.bounds, PROMPTS, packed_gib=0).copies == 0
+    on_card = replace(model, device="cuda")
+    assert engine_bytes(on_card, options.bounds, PROMPTS, precision=precision).copies == of_plan.copies // 4

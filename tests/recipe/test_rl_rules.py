@@ -646,3 +646,38 @@ SOUND = [
 @pytest.mark.parametrize("changed", SOUND)
 def test_what_only_just_keeps_the_rules(read: Callable[..., Recipe], changed: dict[str, str]) -> None:
     assert problems(read, **changed) == []
+
+
+ROLLOUTS_THAT_ROUND = ("{precision: int8}", "{precision: fp8}", "{cache: int8}")
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS_THAT_ROUND)
+def test_rollouts_that_round_are_corrected_by_default(read: Callable[..., Recipe], rollout: str) -> None:
+    corrected = read(rollout=rollout).policy_gradient
+    assert corrected is not None and corrected.importance is not None and corrected.importance.level == "token"
+    for objective in ("[{kind: grpo, importance: null}]", "[{kind: grpo, importance: {level: sequence}}]"):
+        written = read(rollout=rollout, objective=objective).policy_gradient
+        assert written is not None
+        assert (written.importance is None) == ("null" in objective)
+        assert written.importance is None or written.importance.level == "sequence"
+    usual = read(rollout="{cache: auto}").policy_gradient
+    assert usual is None or usual.importance is None
+    assert problems(read, rollout=rollout, stage="online-dpo") == []
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"numerics": "exact"}, "rollout.precision: int8 rounds weights and activations that training multiplies"),
+        ({"adapter": "lora", "quantization": "nf4"}, "rollout.precision: int8: the base is quantized already"),
+        ({"parallel": "{shard: zero3}"}, "rollout.precision: int8: weights that are gathered layer by layer would be"),
+    ],
+)
+def test_where_weights_cannot_be_encoded(read: Callable[..., Recipe], others: dict[str, str], message: str) -> None:
+    (problem,) = problems(read, rollout="{precision: int8}", **others)
+    assert message in problem
+    assert problems(read, rollout="{precision: auto}", **others) == []
+
+
+def test_gathered_weights_are_encoded(read: Callable[..., Recipe]) -> None:
+    assert problems(read, rollout="{precision: int8, gather: all}", parallel="{shard: zero3}") == []

@@ -1,8 +1,8 @@
-"""Puts the arithmetic of a recipe's `precision` into the linear layers of a decoder."""
+"""Puts the arithmetic of a recipe's `precision` into the linear layers of a decoder, and that of its rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import RecipeError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _GATES = ("shared_gate", "a_proj", "b_proj")
 """Layers with a number for each token or head, that others are multiplied with: they are left as routers are."""
 _BEHIND_ATTENTION = "o_proj"
+_EXPANDS_LATENTS = "kv_b_proj"
 
 
 def set_arithmetic(model: Decoder, section: Fp8Products) -> None:
@@ -26,13 +27,25 @@ def set_arithmetic(model: Decoder, section: Fp8Products) -> None:
     """
     usual = Fp8Arithmetic(section.recipe)
     behind_attention = Fp8Arithmetic(section.recipe, behind_attention=True)
+    for _, module, is_behind in _layers_of_products(model):
+        module.arithmetic = behind_attention if is_behind else usual
+
+
+def encoded_in_rollouts(model: Decoder) -> Iterator[Linear | GroupedLinear]:
+    """The layers of which rollouts may multiply encoded weights: those that `set_arithmetic` takes, but for the one
+    that latent attention expands latents with, or multiplies queries and outputs with in its place."""
+    return (module for name, module, _ in _layers_of_products(model) if name != _EXPANDS_LATENTS)
+
+
+def _layers_of_products(model: Decoder) -> Iterator[tuple[str, Linear | GroupedLinear, bool]]:
+    """The linear layers of attention, feed-forward networks and experts: their names in the sublayer, and whether their
+    input is attention's output."""
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         for sublayer in layer.sublayers.values():
             for name, module in sublayer.named_modules():  # type: ignore[attr-defined]
                 if isinstance(module, Linear | GroupedLinear) and not _is_gate(name):
-                    is_behind = sublayer is layer.attention and name == _BEHIND_ATTENTION
-                    module.arithmetic = behind_attention if is_behind else usual
+                    yield name, module, sublayer is layer.attention and name == _BEHIND_ATTENTION
 
 
 def check_cuts(section: Fp8Products, linears: Iterable[tuple[Linear | GroupedLinear, LinearCut]]) -> None:

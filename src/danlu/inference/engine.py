@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from danlu.inference.request import Completion, Request
-from danlu.planning.cache_memory import CacheKind, EngineBounds
+from danlu.planning.cache_memory import CacheKind, EngineBounds, RolloutPrecision
 
 PauseMode = Literal["abort", "keep"]
 """The treatment of unfinished requests: they end as they are, or stay where they are until `resume`. As in vLLM's
@@ -66,8 +66,8 @@ class DraftOptions:
 class EngineOptions:
     """Settings of the embedded engine.
 
-    None of them changes an answer but three: a draft model where tokens are drawn, which leaves their distribution as
-    it is, and `exact` and `cache`, which are about rounding.
+    None of them changes an answer but four: a draft model where tokens are drawn, which leaves their distribution as
+    it is, and `exact`, `precision` and `cache`, which are about rounding.
     """
 
     block: int = 16
@@ -77,6 +77,11 @@ class EngineOptions:
     cache: CacheKind = "auto"
     """auto keeps keys and values in the type of activations; fp8 and int8 as codes with a scale for each token and
     head (`encoded_blocks`)."""
+    precision: RolloutPrecision = "auto"
+    """The arithmetic of the products of linear layers: that of activations, or int8 and fp8 with weights that are
+    encoded after each update (`numerics.encoded_products`)."""
+    fp8_recipe: str = "tile"
+    """precision: fp8: the blocks that share a scale, as `precision.recipe` of a recipe names them."""
     packed_gib: float = 2.0
     """The most memory of copies of weights in the order in which a CPU multiplies fastest; 0: none are made but those
     that have another type than the weights."""

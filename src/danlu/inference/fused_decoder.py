@@ -175,7 +175,7 @@ def _written(layer: int, entries: Tensor, rows: DecodeRows, pool: CachePool) -> 
 
 def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Product | None:
     weights = [linear.weight for linear in linears if linear.weight is not None]
-    return packed.product_of(weights, [linear.bias for linear in linears], dtype)
+    return packed.product_of(weights, [linear.bias for linear in linears], dtype, packed.encoder_of(linears[0]))
 
 
 def _is_plain(model: Decoder) -> bool:

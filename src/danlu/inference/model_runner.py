@@ -78,7 +78,7 @@ class ModelRunner:
         self._adapters, self.exact, self._stages = adapters, options.exact, stages
         self.speculation = speculation
         self._draft_tokens = 0 if options.draft is None else options.draft.tokens
-        self.packed_weights = PackedWeights(int(options.packed_gib * GIB))
+        self.packed_weights = _packed_weights(model, options)
         self.copies_weights = not self.exact
         """Whether products are made with copies of weights, which are faster to multiply with."""
         self._fused: FusedDecoder | None = None
@@ -88,6 +88,11 @@ class ModelRunner:
                 raise ModelError(
                     f"rollout.cache: {options.cache} rounds the keys and values that training attends to as they are: "
                     "numerics: exact cannot hold. Leave one out"
+                )
+            if options.precision != "auto":
+                raise ModelError(
+                    f"rollout.precision: {options.precision} rounds weights and activations that training multiplies "
+                    "as they are: numerics: exact cannot hold. Leave one out"
                 )
             if model.config.has_states:
                 raise ModelError(NOT_EXACT)
@@ -379,3 +384,13 @@ def _next_row(answer: Answer, mask: np.ndarray | None) -> DrawRow:
 def _drawn_tokens(drawn: Drawn, version: int) -> list[DrawnToken]:
     versions = itertools.repeat(version, len(drawn.tokens))
     return list(map(DrawnToken, drawn.tokens, drawn.logprobs, drawn.drawn, drawn.supports, versions, drawn.top))
+
+
+def _packed_weights(model: Decoder, options: EngineOptions) -> PackedWeights:
+    limit_bytes = int(options.packed_gib * GIB)
+    if options.precision == "auto":
+        return PackedWeights(limit_bytes)
+    from danlu.assembly.arithmetic import encoded_in_rollouts
+    from danlu.numerics.encoded_products import encoder_of
+
+    return PackedWeights(limit_bytes, encoder_of(options.precision, options.fp8_recipe), encoded_in_rollouts(model))

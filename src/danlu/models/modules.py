@@ -165,6 +165,9 @@ class Linear(_Weights):
             (y,) = _linears(x, (self,), arithmetic)
             return y
         if self.weight is not None:
+            packed = ACTIVE.packed_weights
+            if packed is not None:
+                return packed.product(x, self.weight, self.added_bias, packed.encoder_of(self))
             return ops.linear(x, self.weight, self.added_bias)
         y, bias = self._stored.product(x), self.added_bias
         return y if bias is None else y + bias.to(y.dtype)
@@ -186,7 +189,9 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     packed = ACTIVE.packed_weights
     weights = [linear.weight for linear in linears if linear.weight is not None]
     if packed is not None and len(weights) == len(linears):
-        return packed.products(x, weights, [linear.added_bias for linear in linears])
+        encoder, *others = (packed.encoder_of(linear) for linear in linears)
+        if all(other is encoder for other in others):
+            return packed.products(x, weights, [linear.added_bias for linear in linears], encoder)
     return tuple(linear(x) for linear in linears)
 
 
@@ -228,6 +233,10 @@ class GroupedLinear(_Weights):
             (y,) = _linears(x, (self,), arithmetic, counts)
             return y
         if self.weight is not None:
+            packed = ACTIVE.packed_weights
+            if packed is not None and (encoder := packed.encoder_of(self)) is not None:
+                y = packed.grouped_product(x, self.weight, counts, encoder)
+                return ops.with_bias_of_group(y, counts, self.added_bias)
             return ops.grouped_linear(x, self.weight, counts, self.added_bias)
         return ops.quantized_grouped_linear(x, self._stored, counts, self.added_bias)
 

@@ -7,7 +7,8 @@ ordered itself two to four times as fast as MKL reads a matrix. Two threads of a
     bfloat16  [32000, 512]  1 row 1934/631  8 rows 2388/1126  64 rows 6540/5320
 
 That is another order of the same sums than training's, so products are made this way only where `PackedWeights` are
-active, which the rollout engine's fast numerics see to.
+active, which the rollout engine's fast numerics see to. Layers that have an encoder there are multiplied with copies
+in few bits (`rollout.precision`).
 
 M rows · I in features · O out features
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -31,23 +32,36 @@ EXPECTED_ROWS = 32
 LEAST_OF_ONE_ROW = 1 << 18
 
 
+WeightEncoder = Callable[[Sequence[Tensor]], Callable[[Tensor], Tensor]]
+"""Encodes weights [O, I] in the type of activations: returns the product of x [M, I] with them, one below the other ->
+[M, O] in x's dtype."""
+
+
 @dataclass(frozen=True)
 class Product:
-    """A copy of the weights of layers that share one x, one below the other, in the type of activations."""
+    """A copy of the weights of layers that share one x, one below the other, in the type of activations or encoded."""
 
     weights: tuple[Tensor, ...]  # with the biases kept, so that their ids are no others'
     biases: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     """The version counters of weights and biases."""
-    weight: Tensor
-    """The weight [O, I], or oneDNN's packed form of it."""
+    dtype: torch.dtype
+    """The type of activations."""
+    multiply: Callable[[Tensor], Tensor]
+    """x [M, I] -> [M, O], with the bias where nothing is encoded."""
     bias: Tensor | None
     """[O]"""
-    packed: bool
+    encoder: WeightEncoder | None = None
 
-    def follows(self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
+    def follows(
+        self,
+        weights: tuple[Tensor, ...],
+        biases: tuple[Tensor | None, ...],
+        dtype: torch.dtype,
+        encoder: WeightEncoder | None = None,
+    ) -> bool:
         """Whether the product still belongs to the present weights and biases."""
-        if self.weight.dtype != dtype or not all(map(operator.is_, self.biases, biases)):
+        if self.dtype != dtype or self.encoder is not encoder or not all(map(operator.is_, self.biases, biases)):
             return False
         sources = weights if self.bias is None else (*weights, *self.biases)
         return self.versions == tuple([source._version for source in sources if source is not None])
@@ -55,16 +69,15 @@ class Product:
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [M, I] -> [M, O], plus a residual [M, O], which is left as it is."""
         weight, *more = self.weights
-        if not more and self.bias is None and weight.dtype == x.dtype and _is_read_at_once(x, weight.numel()):
+        is_plain = self.encoder is None and self.bias is None and weight.dtype == x.dtype
+        if not more and is_plain and _is_read_at_once(x, weight.numel()):
             return torch.addmm(residual, x, weight.t())
         return self(x).add_(residual)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, I] -> [M, O]."""
-        if not self.packed:
-            return F.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.weight, self.bias, "none", [], "")
-        return y
+        y = self.multiply(x)
+        return y if self.encoder is None or self.bias is None else y.add_(self.bias)
 
 
 class PackedWeights:
@@ -74,13 +87,17 @@ class PackedWeights:
     float32 ones, are cast once and not for every token.
 
     limit_bytes: the memory for copies of weights that could be multiplied as they are; weights beyond it are multiplied
-    as they are.
+    as they are. encoder: of the weights of `encoded_layers`.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, encoder: WeightEncoder | None = None, encoded_layers: Iterable[nn.Module] = ()
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._encoder, self._encoded_layers = encoder, frozenset(encoded_layers)
         self._taken_bytes = 0
         self._copies: dict[tuple[int, ...], Product] = {}  # by the ids of the weights
+        self._stacked_copies: dict[int, _StackedCopy] = {}  # of encoded experts
 
     @property
     def copies(self) -> int:
@@ -97,34 +114,64 @@ class PackedWeights:
         finally:
             ACTIVE.packed_weights = before
 
+    def encoder_of(self, layer: nn.Module) -> WeightEncoder | None:
+        """The encoder of the weights of a layer; None where they are multiplied in the type of activations."""
+        return self._encoder if layer in self._encoded_layers else None
+
     def clear(self) -> None:
         """Gives the memory of copies back."""
-        self._copies, self._taken_bytes = {}, 0
+        self._copies, self._stacked_copies, self._taken_bytes = {}, {}, 0
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, encoder: WeightEncoder | None = None) -> Tensor:
         """x [.., I] @ weight [O, I].T, plus bias [O] -> [.., O] in x's dtype."""
-        if _is_read_at_once(x, weight.numel()) and weight.dtype == x.dtype:
+        if encoder is None and _is_read_at_once(x, weight.numel()) and weight.dtype == x.dtype:
             return F.linear(x, weight, bias)
         rows = x.flatten(0, -2) if x.ndim > 2 else x
-        copy = self._copy_of(rows, (weight,), (bias,))
+        copy = self._copy_of(rows, (weight,), (bias,), encoder)
         if copy is None:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         y = copy(rows)
         return y.unflatten(0, x.shape[:-1]) if x.ndim > 2 else y
 
-    def products(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def products(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        encoder: WeightEncoder | None = None,
+    ) -> tuple[Tensor, ...]:
         """The products of x [M, I] with several weights [O, I] -> [M, O] of each, views of one tensor where they are
         made as one."""
         elements = sum([weight.numel() for weight in weights])
-        if _is_read_at_once(x, elements) and all(weight.dtype == x.dtype for weight in weights):
+        if encoder is None and _is_read_at_once(x, elements) and all(weight.dtype == x.dtype for weight in weights):
             return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        copy = self._copy_of(x, weights, biases)
+        copy = self._copy_of(x, weights, biases, encoder)
         if copy is None:
-            return tuple(self.product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+            return tuple(self.product(x, weight, bias, encoder) for weight, bias in zip(weights, biases, strict=True))
         return copy(x).split([len(weight) for weight in weights], dim=-1)
 
+    def grouped_product(self, x: Tensor, weight: Tensor, counts: Tensor, encoder: WeightEncoder) -> Tensor:
+        """Rows x [N, I], those of each layer together, times weight [G, O, I] encoded -> [N, O] in x's dtype.
+
+        counts [G]: rows of each layer; layers that never had one are not encoded.
+        """
+        copy = self._stacked_copies.get(id(weight))
+        if copy is None or copy.version != weight._version or copy.dtype != x.dtype or copy.encoder is not encoder:
+            copy = self._stacked_copies[id(weight)] = _StackedCopy(weight, weight._version, x.dtype, encoder)
+        y = x.new_empty(len(x), weight.shape[1])
+        start = 0
+        for index, count in enumerate(counts.tolist()):
+            if count:
+                y[start : start + count] = copy.product(index)(x[start : start + count])
+                start += count
+        return y
+
     def product_of(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        encoder: WeightEncoder | None = None,
     ) -> Product | None:
         """The product of activations of a type with weights [O, I], one below the other; None where there is no room
         for a copy, or some have a bias and others not."""
@@ -132,13 +179,37 @@ class PackedWeights:
             return None
         key, of = tuple(weights), tuple(biases)
         copy = self._copies.get(tuple(map(id, key)))
-        if copy is not None and copy.follows(key, of, dtype):
+        if copy is not None and copy.follows(key, of, dtype, encoder):
             return copy
+        if encoder is not None:
+            return self._new_encoded_copy(key, of, dtype, encoder)
         return self._new_copy(key, of, dtype, can_pack(dtype, weights[0].device))
 
-    def _copy_of(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Product | None:
+    def _copy_of(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        encoder: WeightEncoder | None = None,
+    ) -> Product | None:
         """A copy for products with x [M, I]; None where the weights as they are do as well, or room is lacking."""
-        return None if x.shape[0] == 0 else self.product_of(weights, biases, x.dtype)
+        return None if x.shape[0] == 0 else self.product_of(weights, biases, x.dtype, encoder)
+
+    def _new_encoded_copy(
+        self,
+        weights: tuple[Tensor, ...],
+        biases: tuple[Tensor | None, ...],
+        dtype: torch.dtype,
+        encoder: WeightEncoder,
+    ) -> Product | None:
+        if not all(isinstance(weight, nn.Parameter) for weight in weights):
+            return None
+        multiply = encoder([weight.detach().to(dtype) for weight in weights])
+        bias, versions = _stacked_bias(biases, dtype), _versions(weights, biases)
+        copy = self._copies[tuple(map(id, weights))] = Product(
+            weights, biases, versions, dtype, multiply, bias, encoder
+        )
+        return copy
 
     def _new_copy(
         self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], dtype: torch.dtype, packed: bool
@@ -151,13 +222,27 @@ class PackedWeights:
             if not packed or (key not in self._copies and self._taken_bytes + added_bytes > self.limit_bytes):
                 return None
             self._taken_bytes += added_bytes if key not in self._copies else 0
-        weight = _stacked(weights, dtype)
-        if packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
-        bias = None if biases[0] is None else _stacked([bias for bias in biases if bias is not None], dtype)
-        versions = tuple(source._version for source in (*weights, *biases) if source is not None)
-        copy = self._copies[key] = Product(weights, biases, versions, weight, bias, packed)
+        bias, versions = _stacked_bias(biases, dtype), _versions(weights, biases)
+        multiply = _plain_product(_stacked(weights, dtype), bias, packed=packed)
+        copy = self._copies[key] = Product(weights, biases, versions, dtype, multiply, bias)
         return copy
+
+
+class _StackedCopy:
+    """The encoded weights of stacked layers, each made when it first has a row.
+
+    weight [G, O, I] is kept, so that its id is no other's.
+    """
+
+    def __init__(self, weight: Tensor, version: int, dtype: torch.dtype, encoder: WeightEncoder) -> None:
+        self.weight, self.version, self.dtype, self.encoder = weight, version, dtype, encoder
+        self._products: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    def product(self, index: int) -> Callable[[Tensor], Tensor]:
+        """x [M, I] times the weight of one layer -> [M, O]."""
+        if (product := self._products.get(index)) is None:
+            product = self._products[index] = self.encoder([self.weight[index].detach().to(self.dtype)])
+        return product
 
 
 @cache
@@ -180,6 +265,28 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def _is_read_at_once(x: Tensor, elements: int) -> bool:
     """Whether weights of `elements` elements, in x's type, are multiplied with x [M, I] faster as they are."""
     return x.shape[0] == 1 and elements < LEAST_OF_ONE_ROW and x.dtype == torch.float32
+
+
+def _plain_product(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Callable[[Tensor], Tensor]:
+    """Returns the product of x [M, I] with a copy of weights [O, I], in oneDNN's order where it is packed."""
+    if not packed:
+        return lambda x: F.linear(x, weight, bias)
+    ordered = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+    linear_pointwise = torch.ops.mkldnn._linear_pointwise
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = linear_pointwise(x.contiguous(), ordered, bias, "none", [], "")
+        return y
+
+    return product
+
+
+def _stacked_bias(biases: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    return None if biases[0] is None else _stacked([bias for bias in biases if bias is not None], dtype)
+
+
+def _versions(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple(source._version for source in (*weights, *biases) if source is not None)
 
 
 def _stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

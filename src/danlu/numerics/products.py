@@ -10,6 +10,7 @@ M, N rows of the factors · K contracted
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.numerics import batch_invariant
-from danlu.numerics.format import WHOLE, Scaled
+from danlu.numerics.format import WHOLE, Format, Scaled
 
 _TILE = 128
 _MULTIPLE = 16
@@ -37,6 +38,19 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         return scaled_mm(a, b, recipes, dtype)
     wide = _decoded_dtype(a, b, dtype)
     return (a.decode(wide) @ b.decode(wide).t()).to(dtype)
+
+
+def prepared(a: Format, b: Scaled, dtype: torch.dtype) -> Callable[[Scaled], Tensor]:
+    """Returns `product` as a function of factors [M, K] in format `a`, with b [N, K] that stays the same.
+
+    Where the device has no kernel, b is decoded here, once.
+    """
+    like = Scaled(b.codes[:1], b.scales, a)
+    if _has_kernel(b.codes.device) and kernel_recipes(like, b) is not None:
+        return lambda x: product(x, b, dtype)
+    wide = _decoded_dtype(like, b, dtype)
+    factor = b.decode(wide).t()
+    return lambda x: (x.decode(wide) @ factor).to(dtype)
 
 
 def kernel_recipes(a: Scaled, b: Scaled) -> tuple[str, str] | None:

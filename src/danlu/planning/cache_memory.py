@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 CacheKind = Literal["auto", "fp8", "int8"]
 """How keys and values are kept: in the type of activations, or as 8-bit codes with scales."""
+RolloutPrecision = Literal["auto", "int8", "fp8"]
+"""How products of linear layers are computed: in the type of activations, or with weights encoded once an update."""
 TILE = 128
 """Features of a token's entry that share a scale where entries are encoded."""
 ROUTE_BYTES = 2

@@ -5,7 +5,8 @@ An engine within the trainer sleeps while that trains: its memory and that of ac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +20,7 @@ from danlu.planning.cache_memory import (
     CacheSizes,
     EngineBounds,
     PoolSize,
+    RolloutPrecision,
     block_bytes,
 )
 from danlu.planning.layer_training import layers_training
@@ -56,20 +58,24 @@ def engine_bytes(
     shares: int = 1,
     packed_gib: float = 0.0,
     is_cast: bool = False,
+    precision: RolloutPrecision = "auto",
 ) -> EngineBytes:
     """Counts the memory of an engine that answers some prompts, all asked at the same time.
 
     shares: data ranks that share the prompts; each has a cache for all of them. packed_gib: the most memory of copies
-    that only have another order. is_cast: whether the weights have another type than activations. Raises ResourceError
-    for a cache that does not hold one block.
+    that only have another order. is_cast: whether the weights have another type than activations. precision: of the
+    products of linear layers. Raises ResourceError for a cache that does not hold one block.
     """
     config, asked = model.config, list(prompts)
     pool, sizes = pool_for(model, bounds, asked)
     runs = [*RolloutPasses(asked[::shares], bounds, pool, config.has_states).runs()]
-    weights = model.element_bytes * copied_elements(config) // model.ranks
+    encoded = 0 if precision == "auto" else encoded_elements(config)
+    weights = model.element_bytes * (copied_elements(config) - encoded) // model.ranks
     copies = weights if is_cast and not model.training.quantized else 0
     if not is_cast and model.packs:
         copies = min(weights, int(packed_gib * GIB))
+    # A CPU keeps what it multiplies in float32: codes without integer products, numbers of FP8.
+    copies += encoded * (_FLOAT32 if model.device == "cpu" else 1) // model.ranks
     widest = max(_widest(config), default=0)
     tokens = max((run.tokens for run in runs), default=0)
     draws = max((run.draws for run in runs), default=0)
@@ -101,10 +107,19 @@ def pool_for(model: EngineModel, bounds: EngineBounds, prompts: Iterable[AskedPr
 
 def copied_elements(config: ModelConfig) -> int:
     """Numbers of all weights of linear layers and of the head over the vocabulary."""
-    elements = config.vocab_rows * config.hidden_size
+    return config.vocab_rows * config.hidden_size + _layer_elements(config, ("product",))
+
+
+def encoded_elements(config: ModelConfig) -> int:
+    """Numbers of the weights that `rollout.precision` encodes: those of layers, and of experts that have had a row."""
+    return _layer_elements(config, ("product", "grouped"))
+
+
+def _layer_elements(config: ModelConfig, kinds: Collection[str]) -> int:
+    elements = 0
     for kind in config.kinds:
-        products = [each for each in layer_operations(kind, config.hidden_size) if each.kind == "product"]
-        of_layer = sum(each.weights[0][1][0] * each.weights[0][1][1] for each in products if not each.in_float32)
+        products = [each for each in layer_operations(kind, config.hidden_size) if each.kind in kinds]
+        of_layer = sum(math.prod(each.weights[0][1]) for each in products if not each.in_float32)
         elements += config.layers.count(kind) * of_layer
     return elements
 
@@ -133,6 +148,7 @@ def memory_while_answering(
         shares=shares,
         packed_gib=recipe.rollout.packed_gib,
         is_cast=is_cast,
+        precision=recipe.rollout.precision,
     )
     return rollout_memory(states, engine)
 

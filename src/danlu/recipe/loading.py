@@ -17,6 +17,7 @@ from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
 from danlu.recipe.evaluation_off import turn_off_evaluation
 from danlu.recipe.overrides import Override
+from danlu.recipe.rounded_rollouts import expand_importance
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_defaults import expand_defaults
@@ -154,6 +155,7 @@ def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem])
     turn_off_evaluation(tree)
     expand_lengths(tree)
     expand_defaults(tree)
+    expand_importance(tree)
 
 
 def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> Recipe | None:

@@ -117,6 +117,8 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         block=section.block,
         cache_gib=section.cache_gib,
         cache=section.cache,
+        precision=section.precision,
+        fp8_recipe="tile" if recipe.fp8 is None else recipe.fp8.recipe,
         packed_gib=section.packed_gib,
         batch_tokens=section.batch_tokens,
         sequences=section.sequences,

@@ -106,6 +106,7 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     yield from placement.memory_is_consistent(recipe)
     yield from rollout.engine_is_used(recipe)
     yield from rollout.engine_is_possible(recipe)
+    yield from rollout.precision_is_possible(recipe)
     yield from rollout.exact_is_possible(recipe)
     yield from paths.output_is_separate(recipe)
 

@@ -125,6 +125,25 @@ def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"rollout.server.{key}", message, reads=("rollout.server.hand_over",))
 
 
+def precision_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    """Rollouts that encode weights have whole dense ones."""
+    section = recipe.rollout
+    if section.precision == "auto":
+        return
+    if recipe.quantization is not None:
+        message = (
+            f"{section.precision}: the base is quantized already, and is multiplied in the type of activations. Leave "
+            "out one of the two"
+        )
+        yield Problem("rollout.precision", message, reads=("quantization",))
+    if recipe.parallel.shard == "zero3" and section.gather != "all":
+        message = (
+            f"{section.precision}: weights that are gathered layer by layer would be encoded in each pass. Add "
+            "rollout.gather: all, or use parallel.shard: zero2"
+        )
+        yield Problem("rollout.precision", message, reads=("parallel.shard", "rollout.gather"))
+
+
 def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
     """Training and rollout can give the same bits: every kernel is danlu's choice, and blocks fit its routine."""
     if recipe.numerics != "exact":
@@ -142,6 +161,12 @@ def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
             "numerics: fast"
         )
         yield Problem("rollout.cache", message, reads=("numerics",))
+    if section.precision != "auto":
+        message = (
+            f"{section.precision} rounds weights and activations that training multiplies as they are. Leave it out, "
+            "or use numerics: fast"
+        )
+        yield Problem("rollout.precision", message, reads=("numerics",))
     if section.engine in ("vllm", "sglang"):
         message = (
             f"{section.engine} has kernels of its own, which do not round as the trainer's do. "

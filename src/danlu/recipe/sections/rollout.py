@@ -101,8 +101,9 @@ _EMBEDDED = ReadWith(
 
 
 class Rollout(Section):
-    """The engine that samples from the policy, and for stage rl how. Of the engine's own settings none but `draft`
-    and `cache` changes an answer: `draft` keeps the distribution which answers are drawn from, `cache` rounds."""
+    """The engine that samples from the policy, and for stage rl how. Of the engine's own settings none but `draft`,
+    `precision` and `cache` changes an answer: `draft` keeps the distribution which answers are drawn from, the others
+    round."""
 
     short = "engine"
 
@@ -170,6 +171,12 @@ class Rollout(Section):
     """auto keeps keys and values in the type of activations; fp8 (E4M3) and int8 as 8-bit codes with a scale for each
     token and head: about a quarter of float32's memory, half of bf16's. Answers then differ by rounding from what the
     trainer computes, which policy_gradient.importance corrects; not with numerics: exact."""
+    precision: Annotated[Literal["auto", "int8", "fp8"], _EMBEDDED] = "auto"
+    """The products of linear layers in attention, feed-forward networks and experts. auto: in the type of activations.
+    int8: of 8-bit integers, with a scale for each token and each output; fp8: in E4M3, in the blocks of `precision`
+    where that is fp8, else of tile. Weights are encoded again after each update. Answers then differ by rounding from
+    what the trainer computes, which policy_gradient.importance corrects; not with numerics: exact, or a quantized base.
+    """
     packed_gib: Annotated[NonNegative, _EMBEDDED] = 2.0
     """embedded, on a CPU: the most memory of copies of weights in the order in which oneDNN multiplies fastest.
     numerics: exact makes none."""
