@@ -34,7 +34,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_answers_are_those_of_the_definition[latent-int8]",
     ),
     Mutation(
-        "recipe/rounded_rollouts.py",
+        "recipe/stage_defaults.py",
         'term.value.setdefault("importance", ',
         'term.value.__setitem__("importance", ',
         "recipe/test_rl_rules.py",

@@ -17,10 +17,9 @@ from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
 from danlu.recipe.evaluation_off import turn_off_evaluation
 from danlu.recipe.overrides import Override
-from danlu.recipe.rounded_rollouts import expand_importance
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
-from danlu.recipe.stage_defaults import expand_defaults
+from danlu.recipe.stage_defaults import expand_defaults, expand_importance
 from danlu.recipe.stage_names import expand_stage
 from danlu.recipe.staged_lengths import expand_lengths
 from danlu.recipe.validation import validate

@@ -3,7 +3,7 @@
 The defaults of the sections (`optimizers.py`, `training.py`) are those of pretraining. Every other stage has a learning
 rate for AdamW here, one for all weights and one for an adapter; the other optimizers keep their ratio to AdamW. The
 preference rates are those of DPO's and ORPO's papers and of TRL's trainers; the others are the usual rates of SFT, of
-reward models and of policy gradients.
+reward models and of policy gradients. Where rollouts round, the objective corrects their difference from the trainer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from danlu.recipe.sections import AdamW, BatchSize, Optimizer, PreferenceObjective, Recipe, Section, value_at
+from danlu.recipe.sections import (
+    AdamW,
+    BatchSize,
+    Grpo,
+    Objective,
+    Optimizer,
+    PreferenceObjective,
+    Recipe,
+    Section,
+    value_at,
+)
+from danlu.recipe.sections.policy_gradient import PolicyGradientSection
 from danlu.recipe.type_hints import variants_of
 from danlu.recipe.yaml_tree import Node, Origin
 
@@ -76,6 +87,29 @@ def expand_defaults(tree: Node) -> None:
     optimizer = kind.value if is_written else AdamW().kind
     for key, value in stage_values(name, has_adapter=has_adapter, optimizer=optimizer):
         _write_default(tree, key, value, origin)
+
+
+def expand_importance(tree: Node) -> None:
+    """Writes `importance: token` into the policy gradient of a recipe in full form, in place, where `rollout.precision`
+    or `rollout.cache` rounds and the recipe says nothing of it. `importance: null` leaves it out.
+    """
+    stage, rollout, objective = (tree.child(name) for name in ("stage", "rollout", "objective"))
+    if stage is None or stage.value != "rl" or rollout is None:
+        return
+    written = [(key, rollout.child(key)) for key in ("precision", "cache")]
+    rounding = [(key, node) for key, node in written if node is not None and node.value in ("int8", "fp8")]
+    if not rounding:
+        return
+    key, node = rounding[0]
+    origin = replace(node.origin, default_of=f"rollout.{key}: {node.value}")
+    assert isinstance(tree.value, dict), "a recipe is a mapping"
+    if objective is None or objective.value is None:
+        objective = tree.value["objective"] = Node([Node({"kind": Node(Grpo().kind, origin)}, origin)], origin)
+    for term in objective.value if isinstance(objective.value, list) else []:
+        kind = term.child("kind")
+        variant = None if kind is None else variants_of(Objective).get(str(kind.value))
+        if variant is not None and issubclass(variant, PolicyGradientSection) and isinstance(term.value, dict):
+            term.value.setdefault("importance", Node({"level": Node("token", origin)}, origin))
 
 
 def stage_values(name: str, *, has_adapter: bool, optimizer: object = "adamw") -> Iterator[tuple[str, Any]]:
