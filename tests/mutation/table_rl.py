@@ -578,12 +578,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/packed_weights.py",
-        "self._copies, self._taken_bytes = {}, 0",
-        "self._copies = {}",
-        "models/test_packed_weights.py",
-    ),
-    Mutation(
-        "models/packed_weights.py",
         "if not all(isinstance(weight, nn.Parameter) for weight in weights):",
         "if False:",
         "models/test_packed_weights.py",

@@ -181,6 +181,8 @@ class PackedWeights:
         copy = self._copies.get(tuple(map(id, key)))
         if copy is not None and copy.follows(key, of, dtype, encoder):
             return copy
+        if not all(isinstance(weight, nn.Parameter) for weight in weights):
+            return None  # made for this product alone, such as an adapter's effective weight
         if encoder is not None:
             return self._new_encoded_copy(key, of, dtype, encoder)
         return self._new_copy(key, of, dtype, can_pack(dtype, weights[0].device))
@@ -201,9 +203,7 @@ class PackedWeights:
         biases: tuple[Tensor | None, ...],
         dtype: torch.dtype,
         encoder: WeightEncoder,
-    ) -> Product | None:
-        if not all(isinstance(weight, nn.Parameter) for weight in weights):
-            return None
+    ) -> Product:
         multiply = encoder([weight.detach().to(dtype) for weight in weights])
         bias, versions = _stacked_bias(biases, dtype), _versions(weights, biases)
         copy = self._copies[tuple(map(id, weights))] = Product(
@@ -215,8 +215,6 @@ class PackedWeights:
         self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], dtype: torch.dtype, packed: bool
     ) -> Product | None:
         key = tuple(map(id, weights))
-        if not all(isinstance(weight, nn.Parameter) for weight in weights):
-            return None  # made for this product alone, such as an adapter's effective weight
         if all(weight.dtype == dtype for weight in weights):
             added_bytes = sum(weight.nbytes for weight in weights)
             if not packed or (key not in self._copies and self._taken_bytes + added_bytes > self.limit_bytes):
