@@ -10,7 +10,7 @@ from danlu.numerics import encoded_products
 from danlu.numerics.arithmetic import RECIPES, Fp8Arithmetic
 from danlu.numerics.encoded_products import EXACT_TERMS, Fp8Product, Int8Product
 
-TERMS = 2 * EXACT_TERMS + 333
+TERMS = 5 * EXACT_TERMS + 333
 
 
 def factors(rows: int = 9, outputs: int = 7, terms: int = TERMS) -> tuple[Tensor, Tensor]:
