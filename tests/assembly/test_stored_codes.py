@@ -41,13 +41,14 @@ STORED: dict[str, tuple[Export, Format]] = {
     "nvfp4": ("nvfp4", FORMATS["nvfp4"]),
     "awq": ("awq", Format("int4", (1, 32), "float16", "integer")),
     "gptq": ("gptq", GPTQ),
+    "fp8": ("fp8", Format("e4m3", (32, 32))),
     "gptq_v2": ("gptq", Format("int8", (1, 0), "float16", "integer")),
 }
 CASES = [*(("llama", name) for name in STORED), ("phi3", "pack-quantized"), ("phi3", "gptq"), ("mixtral", "awq")]
-CASES.append(("mixtral", "mxfp4"))
+CASES += [("mixtral", "mxfp4"), ("phi3", "fp8")]
 FAST = (
     *(("llama", name) for name in ("pack-quantized, zeros", "fp8 rows", "mxfp8", "nvfp4", "awq")),
-    *(("phi3", "gptq"), ("mixtral", "mxfp4")),
+    *(("phi3", "gptq"), ("mixtral", "mxfp4"), ("phi3", "fp8")),
 )
 
 
@@ -65,7 +66,7 @@ def read_dense(folder: Path) -> dict[str, Tensor]:
 
 def kept(folder: Path, **options: Any) -> dict[str, Any]:
     """The quantized weights of a folder as a frozen base, by parameter."""
-    model = load_frozen(folder, dtype=torch.float32, **options).model
+    model = load_frozen(folder, dtype=torch.float32, keep_blocks=True, **options).model
     linears = ((name, each) for name, each in model.named_modules() if isinstance(each, Linear | GroupedLinear))
     return {f"{name}.weight": each.quantized for name, each in linears if each.quantized is not None}
 
@@ -117,6 +118,28 @@ def test_act_order_keeps_the_group_of_each_input(folders: dict[str, Path], tmp_p
     rewrite(tmp_path, {**tensors, f"{module}.g_idx": tensors[f"{module}.g_idx"] + 1})
     with pytest.raises(ModelError, match=r"up_proj\.weight: its inputs are of groups 1 to 2, of 2"):
         load(tmp_path, layouts=weight_layouts(tmp_path))
+
+
+def test_experts_in_mxfp4_keep_their_codes(tmp_path: Path) -> None:
+    """gpt-oss as published: rows of two matrices take turns in one tensor of all experts."""
+    changes = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    model = tiny_model(**changes, num_local_experts=4, num_experts_per_tok=2, rope_scaling=None)
+    save(model, tmp_path)
+    tensors, draw = tensors_of(tmp_path), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        tensors[f"{name}_scales"] = torch.randint(118, 122, shape[:-1], dtype=torch.uint8, generator=draw)
+    rewrite(tmp_path, tensors, quantization_config={"quant_method": "mxfp4"})
+    dense, codes = read_dense(tmp_path), kept(tmp_path)
+    assert len(codes) == 2 * 3 and all(".experts." in name for name in codes)
+    planned = stored_base(sections.Model(path=str(tmp_path)), model.config).packings
+    for name, weight in codes.items():
+        assert torch.equal(weight.dense(torch.float32), dense[name]), name
+        assert not torch.equal(weight.dense(torch.float32), dense[name].roll(1, 1)), name
+        assert weight.stored_bytes() == packed_bytes(dense[name].shape, planned[name]) == 17 * 4 * 32 * 64 // 32
+    assert kept(tmp_path, quantization=sections.Int8()).keys() > codes.keys()  # a section packs all, as before
 
 
 def test_what_is_not_kept(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def adapted_model(
         saved_factors={} if saved_adapter is None or continued is not None else {TRAINED: saved_adapter},
         layer_hook_factory=layer_hook_factory,
         config=config,
+        keep_blocks=True,
     )
     adapters = adapted.adapters
     stacks = AdapterStacks(adapters)

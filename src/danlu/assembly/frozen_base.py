@@ -20,7 +20,7 @@ from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.stored_base import refuse_quantized
 from danlu.core.layer_types import Site
 from danlu.core.shard_box import ShardBox
-from danlu.models.block_scaled import Codes
+from danlu.models.block_scaled import Codes, StoredBlocks
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config
@@ -28,8 +28,9 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
-from danlu.numerics.format import Format, Scaled
+from danlu.numerics.format import Format, Scaled, ScaleKind
 from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.packing import unpack
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
 from danlu.recipe import sections
@@ -112,6 +113,7 @@ def load_frozen(
     saved_factors: Mapping[str, Mapping[str, Tensor]] | None = None,
     layer_hook_factory: LayerHookFactory | None = None,
     config: ModelConfig | None = None,
+    keep_blocks: bool = False,
 ) -> Adapted:
     """Loads the model of a folder, frozen: matrices in `dtype` or quantized; norms, biases and routers in float32.
 
@@ -127,6 +129,7 @@ def load_frozen(
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
             removed then.
         config: the folder's with another task, where the model is not for the one that it was written for.
+        keep_blocks: keep the codes of FP8 with a scale for each block, and of MXFP4, too; else they are dequantised.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = config or read_config(folder)
@@ -164,6 +167,8 @@ def load_frozen(
             adapters.finish_loading(f"layers.{layer}.")
             layer_hook.layer_loaded(layer)
 
+    layouts = weight_layouts(folder)
+    keeps = quantization is None and (layouts is not None or keep_blocks)
     load_into(
         model,
         folder,
@@ -175,8 +180,8 @@ def load_frozen(
         ),
         layer_loaded=layer_loaded,
         boxes={} if layer_hook is None else layer_hook.boxes,
-        layouts=weight_layouts(folder),
-        keep=partial(_kept, dtype, device),
+        layouts=layouts,
+        keep=partial(_kept, dtype, device) if keeps else None,
         may_keep={f"{name}.weight" for name in linears} - whole - adapters.changed_by_initialization(),
     )
     adapters.finish_loading()
@@ -233,11 +238,25 @@ def _rounded(section: Any, weight: Tensor) -> Tensor:
     return quantize_weight(weight, section).dense(torch.float32)
 
 
-def _kept(dtype: torch.dtype, device: torch.device | str, codes: Codes, rows: Sequence[slice]) -> list[ScaledWeight]:
+def _kept(
+    dtype: torch.dtype, device: torch.device | str, codes: Codes | StoredBlocks, rows: Sequence[slice]
+) -> list[ScaledWeight]:
     """The parts of a weight by its own codes and scales."""
-    scaled = cast(Scaled, codes)
+    scaled = of_blocks(codes) if isinstance(codes, StoredBlocks) else cast(Scaled, codes)
     parts = [scaled] if len(rows) == 1 else [scaled.box(part, slice(0, scaled.shape[1])) for part in rows]
     return [ScaledWeight.of(part, dtype).to(device) for part in parts]
+
+
+def of_blocks(stored: StoredBlocks) -> Scaled:
+    """A matrix of a published folder in MXFP4, or in FP8 with a scale for each block, by the same codes."""
+    scales = stored.scales
+    if stored.is_mxfp4:
+        codes = unpack(stored.values.flatten(1), 4, 2 * stored.values.shape[1] * stored.values.shape[2])
+        return Scaled(codes, scales, Format("e2m1", stored.block, "e8m0", rounding="floor"))
+    if scales.dtype == torch.float8_e8m0fnu:
+        return Scaled(stored.values, scales.view(torch.uint8), Format("e4m3", stored.block, "e8m0"))
+    kinds: dict[torch.dtype, ScaleKind] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    return Scaled(stored.values, scales, Format("e4m3", stored.block, kinds.get(scales.dtype, "float32")))
 
 
 def _unpack(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, cast
 from danlu.assembly.base_model import has_weights, holds_codes, layouts_of
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import TensorLocation
-from danlu.models.block_scaled import CODED_METHODS, CodedLocation, keepable, quantization_method, scaled_method
+from danlu.models.block_scaled import (
+    CODED_METHODS,
+    CodedLocation,
+    ScaledLocation,
+    fp8_block,
+    keepable,
+    quantization_method,
+    scaled_method,
+)
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import (
     CONFIG,
@@ -46,6 +54,8 @@ def stored_base(model: sections.Model, config: ModelConfig) -> StoredBase:
     is_there = has_weights(folder)
     if (layouts := layouts_of(values, folder)) is not None:
         return _codes_of(folder, config, layouts) if is_there else _expected_codes(layouts, config, values)
+    if (method := scaled_method(values)) is not None:
+        return _codes_of(folder, config, None) if is_there else _expected_blocks(method, config, values, folder)
     section = _section(values, folder)
     if section is None:
         return UNSTORED
@@ -58,7 +68,7 @@ def stored_base(model: sections.Model, config: ModelConfig) -> StoredBase:
     return StoredBase({name: section for tensor in four_bit for name in tensor.parameters})
 
 
-def _codes_of(folder: Path, config: ModelConfig, layouts: FolderLayouts) -> StoredBase:
+def _codes_of(folder: Path, config: ModelConfig, layouts: FolderLayouts | None) -> StoredBase:
     """The weights of a folder that keep their codes as a frozen base."""
     stored, _ = stored_tensors(folder, config, layouts)
     tensors = expected_tensors(config, stored)
@@ -67,9 +77,9 @@ def _codes_of(folder: Path, config: ModelConfig, layouts: FolderLayouts) -> Stor
     kept = keepable(located) & linears
     return StoredBase(
         {
-            name: _codes(location)
+            name: _codes(location) if isinstance(location, CodedLocation) else _blocks(location)
             for tensor, location in located
-            if isinstance(location, CodedLocation)
+            if not isinstance(location, TensorLocation)
             for name in tensor.parameters
             if name in kept
         }
@@ -91,6 +101,22 @@ def _codes(location: CodedLocation) -> StoredCodes:
         has_tensor_scale=layout.layout == "nvfp4",
         ordered_groups=(scales.shape[0] if layout.layout == "gptq" else scales.shape[-1]) if is_ordered else 0,
     )
+
+
+def _blocks(location: ScaledLocation) -> StoredCodes:
+    if location.is_mxfp4:
+        return StoredCodes("mxfp4", 4, location.block, 1)
+    return StoredCodes("fp8", 8, location.block, location.scales.bytes // math.prod(location.scales.shape))
+
+
+def _expected_blocks(method: str, config: ModelConfig, values: Mapping[str, Any], folder: Path) -> StoredBase:
+    """The blocks that a folder will have by its config.json alone: MXFP4 is of experts, FP8 has float32 scales."""
+    if method == "mxfp4":
+        names = (f"{site.name}.weight" for site in sites_of(config) if site.experts is not None)
+        return StoredBase(dict.fromkeys(names, StoredCodes("mxfp4", 4, (1, 32), 1)))
+    skip = values["quantization_config"].get("modules_to_not_convert") or ()
+    codes = StoredCodes("fp8", 8, fp8_block(values, str(folder / CONFIG)), 4)
+    return StoredBase(dict.fromkeys(_packed_linears(config, [str(name) for name in skip]), codes))
 
 
 def _is_in_order(groups: TensorLocation, group: int) -> bool:

@@ -107,6 +107,16 @@ class ScaledLocation:
         return dequantize_fp8(values, scales, self.block, (at[-2] % self.block[0], at[-1] % columns))
 
 
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A matrix [O, I] as a `ScaledLocation` has it: numbers, and the scales of blocks of so many rows and columns."""
+
+    values: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    is_mxfp4: bool
+
+
 class Codes(Protocol):
     """A weight [O, I] as codes with scales."""
 
@@ -227,9 +237,16 @@ def keepable(located: Iterable[tuple[HFTensor, StoredLocation]]) -> set[str]:
     in the parameter's own order."""
     kept: dict[str, bool] = {}
     for tensor, location in located:
-        names = [part.parameter for part in tensor.parts]
-        of_rows = isinstance(location, CodedLocation) and len(set(names)) == len(names)
-        of_rows = of_rows and all(part.is_plain and part.box.sizes[-1] == tensor.shape[-1] for part in tensor.parts)
+        matrices = {(part.parameter, part.box.offsets[:-2]) for part in tensor.parts}
+        is_mxfp4 = isinstance(location, ScaledLocation) and location.is_mxfp4
+        is_matrix = not isinstance(location, TensorLocation) and len(tensor.shape) == 2
+        of_rows = (is_mxfp4 or is_matrix) and len(matrices) == len(tensor.parts)
+        of_rows = of_rows and all(
+            # Rows of MXFP4 have scales of their own, so rows that take turns have them too.
+            (part.is_plain or (is_mxfp4 and not part.transposed and part.axis == len(tensor.shape) - 2))
+            and part.box.sizes[-1] == tensor.shape[-1]
+            for part in tensor.parts
+        )
         for part in tensor.parts:
             whole = part.box.sizes[-2:] == part.box.global_shape[-2:]
             kept[part.parameter] = kept.get(part.parameter, True) and of_rows and whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from io import FileIO
 from pathlib import Path
@@ -20,11 +21,11 @@ from danlu.core.errors import ModelError
 from danlu.core.layer_types import QuantizedWeight, StackedQuantizedWeight
 from danlu.core.safetensors_format import BUFFER_BYTES, TensorLocation
 from danlu.core.shard_box import ShardBox
-from danlu.models.block_scaled import CodedLocation, Codes, FolderLayouts, keepable
+from danlu.models.block_scaled import CodedLocation, Codes, FolderLayouts, ScaledLocation, StoredBlocks, keepable
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import FOUR_BIT, check_headers, expected_tensors, own_tensors, read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_name
+from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, Part, hf_name
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.multimodal import language_name
 from danlu.models.safetensors_io import DTYPES, Location, Target, TensorReader, ranges, read_exactly
@@ -40,7 +41,7 @@ Take = Callable[[str, Tensor], Tensor | None]
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
 bitsandbytes quantized."""
-Keep = Callable[[Codes, Sequence[slice]], Sequence[QuantizedWeight]]
+Keep = Callable[[Codes | StoredBlocks, Sequence[slice]], Sequence[QuantizedWeight]]
 """(a weight as codes, the rows of its parts) -> the parts."""
 Stack = Callable[[str, Sequence[QuantizedWeight]], StackedQuantizedWeight]
 """(parameter, the weights of a layer's experts in their order, which `Unpack` or `Keep` gave) -> all of them."""
@@ -156,7 +157,7 @@ def load_into(
         for tensor, location in located:
             if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
                 quantized.read(tensor, location)
-            elif isinstance(location, CodedLocation) and kept.issuperset(tensor.parameters):
+            elif not isinstance(location, TensorLocation) and kept.issuperset(tensor.parameters):
                 quantized.keep(reader, tensor, location)
             else:
                 for parameter, value in values.read(reader, tensor, location):
@@ -198,21 +199,40 @@ class _QuantizedWeights:
         weights = self._unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
         for linear, weight in zip(linears, weights, strict=True):
             _check_shape(tensor.name, location, weight.shape, linear.shape)
-        self._store(tensor, weights)
+        self._store(tensor.parts, weights)
 
-    def keep(self, reader: TensorReader, tensor: HFTensor, location: CodedLocation) -> None:
-        """Reads a weight as codes: of one linear layer, of several, or of a wanted expert."""
+    def keep(self, reader: TensorReader, tensor: HFTensor, location: CodedLocation | ScaledLocation) -> None:
+        """Reads a weight as codes: of one linear layer, of several, or of wanted experts."""
         if not self._is_wanted(tensor):
             return
         assert self._keep is not None
+        if len(tensor.shape) > 2:
+            assert isinstance(location, ScaledLocation)
+            self._keep_experts(tensor, reader.blocks(location, tensor.name))
+            return
         rows = [slice(part.offsets[0], part.offsets[0] + part.box.sizes[-2]) for part in tensor.parts]
-        self._store(tensor, self._keep(reader.codes(location, tensor.name), rows))
+        if isinstance(location, CodedLocation):
+            self._store(tensor.parts, self._keep(reader.codes(location, tensor.name), rows))
+        else:
+            self._store(tensor.parts, self._keep(reader.blocks(location, tensor.name), rows))
+
+    def _keep_experts(self, tensor: HFTensor, stored: StoredBlocks) -> None:
+        """Keeps the wanted ones of stacked experts, with scales for each row; a part is a matrix of one expert."""
+        assert self._keep is not None
+        parts = [part for part in tensor.parts if part.box.intersection(self._wanted[part.parameter]) is not None]
+        weights: list[QuantizedWeight] = []
+        for part in parts:
+            expert, first, height = part.offsets[0], part.offsets[-2] + part.first, part.box.sizes[-2]
+            rows = slice(first, first + height * part.stride, part.stride)
+            matrix = replace(stored, values=stored.values[expert][rows], scales=stored.scales[expert][rows])
+            weights += self._keep(matrix, [slice(0, height)])
+        self._store(parts, weights)
 
     def _is_wanted(self, tensor: HFTensor) -> bool:
         return any(part.box.intersection(self._wanted[part.parameter]) is not None for part in tensor.parts)
 
-    def _store(self, tensor: HFTensor, weights: Sequence[QuantizedWeight]) -> None:
-        for part, weight in zip(tensor.parts, weights, strict=True):
+    def _store(self, parts: Sequence[Part], weights: Sequence[QuantizedWeight]) -> None:
+        for part, weight in zip(parts, weights, strict=True):
             linear = _linear(self._model, part.parameter)
             if isinstance(linear, Linear):
                 linear.store(weight)

@@ -25,7 +25,7 @@ from danlu.core.safetensors_format import (
     torch_dtype,
 )
 from danlu.core.shard_box import ShardBox
-from danlu.models.block_scaled import CodedLocation, Codes, ScaledLocation, StoredLocation
+from danlu.models.block_scaled import CodedLocation, Codes, ScaledLocation, StoredBlocks, StoredLocation
 from danlu.models.hf_layout import HFTensor, Part
 
 DTYPES = {name: torch_dtype(name) for name in FLOAT_DTYPES}
@@ -162,6 +162,13 @@ class TensorReader:
         """A whole weight as codes with scales. Raises ModelError as its layout, and for a file that ends early."""
         tensors = {end: self._raw(each, ShardBox.full(each.shape), name) for end, each in location.tensors.items()}
         return location.layout.read(tensors, f"{location.file}: {name}")
+
+    def blocks(self, location: ScaledLocation, name: str) -> StoredBlocks:
+        """A whole tensor [.., O, I] as it is stored, with its scales. Raises ModelError for a file that ends early."""
+        values, scales = (
+            self._raw(each, ShardBox.full(each.shape), name) for each in (location.values, location.scales)
+        )
+        return StoredBlocks(values, scales, location.block, location.is_mxfp4)
 
     def _fill_rows(self, target: Tensor, location: Location, box: ShardBox, name: str) -> None:
         """Fills a target that has the elements of a box in their order, some rows of the tensor at a time."""

@@ -202,18 +202,23 @@ def _adapter_tensors(
 
 
 def frozen_tensors(
-    config: ModelConfig, precision: str, section: QuantizationSection | None, *, in_float32: bool
+    config: ModelConfig,
+    precision: str,
+    section: QuantizationSection | None,
+    *,
+    in_float32: bool,
+    stored: StoredBase = UNSTORED,
 ) -> tuple[ModelTensor, ...]:
     """The tensors of a frozen model without adapters.
 
-    section: packs its linear layers. in_float32: whether all others are kept in float32, as those that follow the
-    policy's are.
+    section: packs its linear layers. stored: as its folder stores them, where no section does. in_float32: whether all
+    others are kept in float32, as those that follow the policy's are.
     """
-    linears = _linears(config) if section is not None else set[str]()
+    packings = stored.packings if section is None else dict.fromkeys(_linears(config), section)
     tensors = []
     for name, shape in parameter_shapes(config).items():
-        if section is not None and name in linears:
-            tensors.append(_packed(name, shape, section))
+        if name in packings:
+            tensors.append(_packed(name, shape, packings[name]))
         else:
             narrow = is_matrix(name, len(shape)) and not in_float32
             tensors.append(_frozen(name, shape, ELEMENT_BYTES[precision] if narrow else FLOAT32_BYTES))

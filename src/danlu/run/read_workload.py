@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from danlu.assembly.policy_tensors import policy_tensors_of
 from danlu.assembly.recipe_adapters import base_config
+from danlu.assembly.stored_base import stored_base
 from danlu.models.config import ModelConfig
 from danlu.planning.lengths import FULL_PACKS, Lengths
-from danlu.planning.model_tensors import frozen_tensors
+from danlu.planning.model_tensors import UNSTORED, frozen_tensors
 from danlu.planning.workload import FrozenModel, Workload
 from danlu.recipe import Recipe
 from danlu.recipe.roles import ModelSpec, RewardModel, frozen_roles, roles_of
@@ -26,7 +27,10 @@ def read_workload(recipe: Recipe, config: ModelConfig, lengths: Lengths = FULL_P
             continue
         own = config if spec.section.path is None else base_config(spec.section)
         in_float32 = spec.mixing is not None
-        tensors = frozen_tensors(own, recipe.activations, spec.quantization, in_float32=in_float32)
+        # Adapters that are merged into a model leave it dense; see `stages.frozen_models`.
+        is_dense = in_float32 or (bool(spec.section.adapters) and recipe.adapter is None)
+        stored = UNSTORED if is_dense else stored_base(spec.section, own)
+        tensors = frozen_tensors(own, recipe.activations, spec.quantization, in_float32=in_float32, stored=stored)
         frozen.append(FrozenModel(role, own, tensors))
     return Workload(
         recipe,

@@ -131,6 +131,7 @@ def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ran
         quantization=recipe.quantization,
         layer_hook_factory=layer_hook_factory if layer_by_layer(recipe, ranks) else None,
         config=base_config(section),
+        keep_blocks=True,
     )
     below = AdapterStacks(adapted.adapters)
     below.use(below.add(open_named(section.adapters, base)))

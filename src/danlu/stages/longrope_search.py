@@ -112,7 +112,12 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
         return load(folder, device=device, config=config, layouts=weight_layouts(folder))
     base = recipe_base(section)
     adapted = load_frozen(
-        base.folder, dtype=DTYPES[recipe.activations], device=device, quantization=recipe.quantization, config=config
+        base.folder,
+        dtype=DTYPES[recipe.activations],
+        device=device,
+        quantization=recipe.quantization,
+        config=config,
+        keep_blocks=True,
     )
     stacks = AdapterStacks(adapted.adapters)
     stacks.use(stacks.add(open_named(section.adapters, base)))
