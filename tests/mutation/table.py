@@ -1011,7 +1011,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return values[torch.arange(rows.start, rows.stop, device=values.device) // high]",
         "return values[torch.arange(rows.stop - rows.start, device=values.device) // high]",
         "numerics/test_scaled_weight.py",
-        "fp8 blocks",
+        "blocks",
     ),
     Mutation(
         "numerics/weight_layouts.py",
@@ -1128,6 +1128,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return True",
         "assembly/test_stored_codes.py",
         "act_order",
+    ),
+    Mutation(
+        "models/loading.py",
+        "rows = slice(first, first + height * part.stride, part.stride)",
+        "rows = slice(first, first + height)",
+        "assembly/test_stored_codes.py",
+        "mxfp4_keep",
     ),
     Mutation(
         "numerics/loss_scaling.py",
