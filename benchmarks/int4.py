@@ -1,11 +1,17 @@
 """4-bit weights by rounding, AWQ, GPTQ, and SmoothQuant before GPTQ: how far the model's next-token distributions move.
 
     python benchmarks/int4.py MODEL TEXT [--groups 64 128] [--tokens 16384] [--evaluate 16384]
+    python benchmarks/int4.py MODEL TEXT --trained int3 --groups 32 [--steps 200] [--rate 1e-3]
+    python benchmarks/int4.py MODEL TEXT --trained int3 --groups 32 [--steps 200] [--rate 1e-3]
 
 Prints, for each method, size of groups, and kind of zero, the KL divergence of the quantized model's distribution from
 that of the model itself, in nats by token, and its ratio to that of rounding to the nearest. TEXT (txt, jsonl): its
 first rows calibrate, the rows behind them are evaluated. Weights and activations are float32; everything but linear
 layers of attention and MLP stays as it is.
+
+With --trained the model is trained on the first rows, once as it is and once for the format (`quantization.trained`),
+by the same steps of AdamW; printed are losses on the rows behind them: of the first model, of the first one rounded,
+and of the second one rounded, and how much of the gap that rounding makes the second one leaves.
 """
 
 from __future__ import annotations
@@ -14,12 +20,14 @@ import argparse
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from danlu.assembly.calibration import Calibration
 from danlu.assembly.layerwise_quantizing import LayerwiseQuantizer, Method
+from danlu.assembly.trained_quantization import set_trained_quantization
 from danlu.core.types import Pack
 from danlu.data.batch import collate
 from danlu.data.packed_dataset import PackedDataset
@@ -32,7 +40,7 @@ from danlu.numerics.format import Format, ZeroKind
 from danlu.numerics.quantizers.awq import Awq
 from danlu.numerics.quantizers.gptq import Gptq
 from danlu.numerics.quantizers.quantizer import Nearest
-from danlu.recipe.sections import Data, Packing, Source
+from danlu.recipe.sections import TRAINABLE, Data, Packing, Source
 
 CPU = torch.device("cpu")
 
@@ -101,6 +109,50 @@ def methods(form: Format) -> dict[str, Method]:
     }
 
 
+def loss_of(model: Decoder, packs: list[Pack]) -> Tensor:
+    """The mean cross-entropy of the next token within documents, in nats."""
+    batch = collate(packs)
+    logits = model.logits(model(batch.tokens, batch.positions, attend_for(batch))).float()
+    inside = batch.positions[1:] > 0
+    return torch.nn.functional.cross_entropy(logits[:-1][inside], batch.tokens[1:][inside])
+
+
+def fine_tuned(model: Path, section: Any, packs: list[Pack], steps: int, rate: float) -> Decoder:
+    """The model after some steps of AdamW, four packs each; section: of the format that it is trained for."""
+    decoder = load(model)
+    if section is not None:
+        set_trained_quantization(decoder, section, keeps=True)
+    optimizer = torch.optim.AdamW(decoder.parameters(), rate, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        chosen = [packs[(4 * step + place) % len(packs)] for place in range(4)]
+        loss_of(decoder, chosen).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if decoder.rounding is not None:
+            decoder.rounding.weights_changed()
+    return decoder
+
+
+@torch.no_grad()
+def evaluated(model: Decoder, packs: list[Pack]) -> float:
+    """The mean of the losses of packs."""
+    return sum(float(loss_of(model, [pack])) for pack in packs) / len(packs)
+
+
+def compare_trained(model: Path, kind: str, group: int, packs: list[Pack], held_out: list[Pack], options: Any) -> None:
+    """Prints the losses of one size of groups."""
+    known = {each.model_fields["kind"].default: each for each in TRAINABLE}
+    section: Any = known[kind](group=group, trained=True)
+    plain = fine_tuned(model, None, packs, options.steps, options.rate)
+    without = evaluated(plain, held_out)
+    set_trained_quantization(plain, section, keeps=True)
+    nearest = evaluated(plain, held_out)
+    trained = evaluated(fine_tuned(model, section, packs, options.steps, options.rate), held_out)
+    left = (trained - without) / (nearest - without)
+    print(f"{kind} {group:7}  {without:9.4f} {nearest:9.4f} {trained:9.4f}  {left:.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -109,13 +161,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of calibration")
     parser.add_argument("--evaluate", type=int, default=16384, help="tokens")
     parser.add_argument("--length", type=int, default=256, help="tokens of a packed sequence")
+    parser.add_argument("--trained", help="a kind of quantization to train for: int3, int2, ...")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=1e-3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         packs = packs_of(options.model, options.text, options.tokens + options.evaluate, options.length, folder)
         border = math.ceil(options.tokens / options.length)
-        calibrated, evaluated = packs[:border], packs[border:]
-        original = log_probabilities(load(options.model), evaluated)
+        calibrated, held_out = packs[:border], packs[border:]
+        if options.trained is not None:
+            print("format  group    float32   nearest   trained  of the gap")
+            for group in options.groups:
+                compare_trained(options.model, options.trained, group, calibrated, held_out, options)
+            return
+        original = log_probabilities(load(options.model), held_out)
         zeros: tuple[ZeroKind, ...] = ("none", "integer")
         print(f"{'group':>5}  {'zero':8} {'method':20} {'KL, nats':>9}  of nearest")
         for group in options.groups:
@@ -124,7 +184,7 @@ def main() -> None:
                 for name, method in methods(Format("int4", (1, group), zero=zero)).items():
                     work = Path(folder) / f"{group}-{zero}-{name}"
                     found = divergence(
-                        original, log_probabilities(quantized(options.model, method, calibrated, work), evaluated)
+                        original, log_probabilities(quantized(options.model, method, calibrated, work), held_out)
                     )
                     nearest = nearest or found
                     print(f"{group:5}  {zero:8} {name:20} {found:9.5f}  {found / nearest:.3f}", flush=True)

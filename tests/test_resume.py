@@ -84,6 +84,10 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpoint": {"every": 5},
     },
     "moments in 8 bits": {"optimizer": {"kind": "adamw8bit", "smallest": 1, "learning_rate": 1e-2}},
+    "weights for 3 bits": {
+        "quantization": {"kind": "int3", "group": 16, "trained": True},
+        "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
+    },
     "moments in bf16": {"optimizer": {"kind": "adamw", "moments": "bf16", "learning_rate": 1e-2}},
     "moments in a file": {"precision": "fp16", "optimizer": {"kind": "paged-adamw", "learning_rate": 1e-2}},
     "projected gradients": {

@@ -146,7 +146,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- two features that meet, and state that is used twice
     Mutation(
         "models/latent_attention.py",
-        "linear.dense_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)",
+        "linear.rounded_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)",
         "linear.dense_weight(dtype)",
         "models/test_latent_attention.py",
         only="adapter",

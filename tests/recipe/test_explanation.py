@@ -104,7 +104,7 @@ def test_unknown_keys(key: str, guess: str) -> None:
         (
             "nf4",
             "is a value of quantization and of reference.quantization and of teacher.quantization: set quantization "
-            "to nf4. It has block, double: `danlu explain quantization.block`",
+            "to nf4. It has trained, block, double: `danlu explain quantization.trained`",
         ),
         ("zero3", "'zero3' is a value of parallel.shard: set parallel.shard to zero3. `danlu explain parallel.shard`"),
         ("cosine", "'cosine' is a value of schedule: set schedule to cosine"),

@@ -16,6 +16,7 @@ from danlu.adapters.hf_layers import TargetLayers, target_layers
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, GroupedLowRank, LowRank
 from danlu.adapters.mora import Mora
+from danlu.adapters.qa_lora import QaLora
 from danlu.adapters.shapes import branch_slots, largest_shape, prefix_slots
 from danlu.adapters.targets import by_pattern, select, square_width
 from danlu.adapters.vera import Projection, Vera
@@ -92,6 +93,18 @@ def low_rank(site: Site, section: sections.LowRank, name: str, context: BuildCon
         )
         grouped.reset_parameters(generator, gaussian=section.init == "gaussian")
         return grouped
+    if isinstance(section, sections.QaLora):
+        grouped_inputs = QaLora(
+            site.shape,
+            rank,
+            scale,
+            context.dropout(section.dropout, f"{site.name}.{name}"),
+            group=section.group,
+            freeze_a=section.freeze_a,
+            device=context.device,
+        )
+        grouped_inputs.reset_parameters(generator, gaussian=section.init == "gaussian")
+        return grouped_inputs
     module = LowRank(
         site.shape,
         rank,

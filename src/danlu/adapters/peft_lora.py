@@ -101,6 +101,8 @@ def to_peft(section: sections.LowRank, modules: Mapping[str, nn.Module], sites: 
         "bias": {"none": "none", "all": "all", "adapted": "lora_only"}[section.bias],
         "use_dora": section.kind == "dora",
     }
+    if isinstance(section, sections.QaLora):
+        values |= {"use_qalora": True, "qalora_group_size": section.group}
     return values, tensors
 
 
@@ -214,9 +216,10 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    reader.check_supported(HARMLESS)
+    reader.check_supported({key: harmless for key, harmless in HARMLESS.items() if key != "use_qalora"})
     _check_types(reader)
     values, where = reader.values, reader.where
+    group = reader.positive_int("qalora_group_size", 16) if values.get("use_qalora") else 1
     layers = hf_layers(sites)
     by_module = _read(reader, {layer.name for layer in layers})
     by_site: ModuleValues = {}
@@ -224,7 +227,7 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
     for layer in layers:
         if (factors := by_module.get(layer.name)) is None:
             continue
-        _check_shapes(layer, factors, reader)
+        _check_shapes(layer, factors, reader, group)
         if not factors.embedding and (factors.magnitude is None) == bool(values.get("use_dora")):
             what = "is missing" if factors.magnitude is None else "is there, though use_dora is not set"
             raise ModelError(f"{where}: {PREFIX}{layer.name}.{_MAGNITUDE} {what}: the two files are not of one adapter")
@@ -248,6 +251,8 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
+    if values.get("use_qalora"):
+        return sections.QaLora(group=group, **common), by_site
     return (sections.Dora if values.get("use_dora") else sections.Lora)(**common), by_site
 
 
@@ -333,9 +338,15 @@ def _named_tensors(factors: Factors) -> dict[str, Tensor]:
     return named if factors.magnitude is None else {**named, _MAGNITUDE: factors.magnitude}
 
 
-def _check_shapes(layer: HFLayer, factors: Factors, reader: PeftReader) -> None:
-    """Raises ModelError for factors that do not fit the layer; the embedding's shape is (V, D)."""
+def _check_shapes(layer: HFLayer, factors: Factors, reader: PeftReader, group: int = 1) -> None:
+    """Raises ModelError for factors that do not fit the layer; the embedding's shape is (V, D). group: inputs that A
+    has one column for."""
     (outputs, inputs), rank = layer.shape, factors.rank
+    if group > 1 and (inputs % group or factors.stacked or factors.embedding):
+        raise ModelError(
+            f"{reader.where}: qalora_group_size is {group}, which does not divide the {inputs} inputs of {layer.name}"
+        )
+    inputs //= group
     if (experts := layer.parts[0].experts) is not None:
         stored = [factors.a.shape[0], factors.b.shape[1], factors.a.shape[2]]
         if stored != [experts, outputs, inputs]:

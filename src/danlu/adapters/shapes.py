@@ -67,6 +67,8 @@ Tensors = dict[str, AdapterTensor]
 def low_rank(shape: tuple[int, int], section: sections.LowRank, rank: int) -> Tensors:
     """LoRA or DoRA on a layer [O, I], with the factors that its initialisation takes out of the base."""
     outputs, _ = shape
+    if isinstance(section, sections.QaLora):
+        return grouped_inputs(shape, rank, section.group, freeze_a=section.freeze_a)
     tensors = factors(shape, rank, freeze_a=section.freeze_a)
     if section.kind == "dora":
         tensors |= magnitudes(outputs)
@@ -82,6 +84,15 @@ def factors(shape: tuple[int, int], rank: int, *, freeze_a: bool = False) -> Ten
     outputs, inputs = shape
     return {
         "lora_A": AdapterTensor((rank, inputs), LOW_RANK_AXES["lora_A"], trained=not freeze_a),
+        "lora_B": AdapterTensor((outputs, rank), LOW_RANK_AXES["lora_B"]),
+    }
+
+
+def grouped_inputs(shape: tuple[int, int], rank: int, group: int, *, freeze_a: bool = False) -> Tensors:
+    """A [r, I / group] and B [O, r] of QA-LoRA; tensor ranks have A whole, and take the columns of their inputs."""
+    outputs, inputs = shape
+    return {
+        "lora_A": AdapterTensor((rank, inputs // group), trained=not freeze_a),
         "lora_B": AdapterTensor((outputs, rank), LOW_RANK_AXES["lora_B"]),
     }
 

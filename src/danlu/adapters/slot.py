@@ -17,8 +17,17 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.prompt import VirtualTokens
+from danlu.adapters.rounded_sum import RoundedSum, rounded_sums
 from danlu.adapters.token_rows import TokenRows
-from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
+from danlu.core.layer_types import (
+    EmbeddingLayer,
+    GroupedLayer,
+    LinearLayer,
+    LowRankSum,
+    Recomputed,
+    Site,
+    WeightRounding,
+)
 
 
 class Slot(nn.ModuleDict):
@@ -38,7 +47,11 @@ class LinearSlot(Slot):
     """Sits in `adapter` of a linear layer."""
 
     def forward(self, x: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
-        """[T, I] -> [T, O]: the base, then each active adapter on top of it."""
+        """[T, I] -> [T, O]: the base, then each active adapter on top of it; their sum where weights are rounded
+        (quantization-aware training)."""
+        if (rounded := self._rounded_sum(linear)) is not None:
+            (y,) = rounded_sums(x, [rounded], recomputed)
+            return y
         steps = []  # of each adapter its input: inputs pass from the highest adapter down, outputs from the lowest up
         for adapter in reversed(self.stack()):
             assert isinstance(adapter, Adapter)
@@ -59,6 +72,8 @@ class LinearSlot(Slot):
         stacks = [linear.adapter.stack() if isinstance(linear.adapter, LinearSlot) else [] for linear in linears]
         lowest = [stack[0] if stack else None for stack in stacks]
         low_rank = [adapter for adapter in lowest if isinstance(adapter, LowRank)]
+        if any(_rounding_of(linear) is not None for linear in linears):
+            return _rounded_products(x, linears)
         # One dropout mask serves all of them, so their dropout must be the same.
         same_dropout = len({adapter.dropout_p for adapter in low_rank}) == 1
         if not same_dropout or any(len(stack) > 1 or not isinstance(stack[0], LowRank) for stack in stacks if stack):
@@ -70,7 +85,11 @@ class LinearSlot(Slot):
         return low_rank_linears(x, branches, low_rank[0].dropout)
 
     def effective(self, linear: LinearLayer) -> Tensor:
-        """W [O, I] with the active adapters merged into it, in float32 or the wider type of theirs; differentiable."""
+        """W [O, I] with the active adapters merged into it, in float32 or the wider type of theirs; differentiable, but
+        where weights are rounded.
+        """
+        if (rounded := self._rounded_sum(linear)) is not None:
+            return rounded.numbers(torch.float32)
         stack = self.stack()
         if all(isinstance(adapter, TokenRows) for adapter in self.values()):  # no sum that would be rounded
             return self.merged_into(DenseLinear(linear.stored_weight, None)).weight
@@ -78,12 +97,38 @@ class LinearSlot(Slot):
         weight = linear.dense_weight(torch.promote_types(dtype, torch.float32))
         return self.merged_into(DenseLinear(weight, None)).weight
 
+    def _rounded_sum(self, linear: LinearLayer) -> RoundedSum | None:
+        """The rounded sum of a layer's weight and the active adapter; None where weights are not rounded, and where no
+        adapter is active."""
+        rounding, stack = _rounding_of(linear), self.stack()
+        if rounding is None or not stack:
+            return None
+        (adapter,) = stack
+        assert isinstance(adapter, LowRank) and not adapter.restores_base, "the recipe's rules refuse other adapters"
+        assert adapter.lora_magnitude_vector is None and adapter.dropout_p == 0, "and DoRA and dropout"
+        return RoundedSum(linear, rounding, LowRankSum(adapter.lora_A, adapter.lora_B, adapter.scale))
+
     def merged_into(self, dense: DenseLinear) -> DenseLinear:
         """The layer with the active adapters merged into its weight and bias."""
         for adapter in self.stack():
             assert isinstance(adapter, Adapter)
             dense = adapter.merged_into(dense)
         return dense
+
+
+def _rounding_of(linear: LinearLayer) -> WeightRounding | None:
+    """The rounding of a layer's weight, of layers that have one now."""
+    arithmetic = linear.own_arithmetic
+    return None if arithmetic is None else arithmetic.rounding
+
+
+def _rounded_products(x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]:
+    """The outputs of layers with rounded weights that share x, those with an adapter and those without."""
+    sums = [
+        linear.adapter._rounded_sum(linear) if isinstance(linear.adapter, LinearSlot) else None for linear in linears
+    ]
+    outputs = iter(rounded_sums(x, [each for each in sums if each is not None]))
+    return tuple(linear.base(x) if own is None else next(outputs) for linear, own in zip(linears, sums, strict=True))
 
 
 @cache

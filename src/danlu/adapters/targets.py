@@ -58,6 +58,8 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
             check_rank(site, section)
         if isinstance(section, sections.Mora):
             _check_square(site, section)
+        if isinstance(section, sections.QaLora):
+            _check_groups(site, section)
     if isinstance(section, sections.Ia3):
         _check_feedforward(chosen, section, sites)
     return chosen
@@ -260,6 +262,19 @@ def _check_square(site: Site, section: sections.Mora) -> None:
         raise RecipeError(
             f"adapter.rank: {section.rank} makes a square of width {width} of {site.hf_name} "
             f"[{site.shape[0]}, {inputs}], which has {inputs} inputs. Use at most {inputs**2 // sum(site.shape)}"
+        )
+
+
+def _check_groups(site: Site, section: sections.QaLora) -> None:
+    """Raises RecipeError for a site without groups of inputs that QA-LoRA could average."""
+    if site.experts is not None or site.group == "embedding":
+        raise RecipeError(
+            f"adapter.targets: {site.hf_name} is no linear layer of its own, as qa-lora sits on. Leave it out"
+        )
+    if site.shape[1] % section.group:
+        raise RecipeError(
+            f"adapter.group: {section.group} does not divide the {site.shape[1]} inputs of {site.hf_name}. Use a "
+            "divisor of all inputs that quantization.group divides"
         )
 
 

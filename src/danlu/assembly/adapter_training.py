@@ -178,7 +178,7 @@ def write_result(
             base=base.named,
             base_fingerprint=base.fingerprint,
             below=paths,
-            quantization=None if quantization is None else quantization.model_dump(mode="json"),
+            quantization=None if quantization is None else quantization.of_base(),
             value=value,
             task=task or model.config.task,
             head=None if score_head is None else head_tensors(score_head),

@@ -28,7 +28,7 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
-from danlu.numerics.format import Format, Scaled, ScaleKind
+from danlu.numerics.format import MXFP4, MXFP8, NVFP4, Format, Scaled, ScaleKind
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.packing import unpack
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
@@ -220,11 +220,11 @@ def format_of(section: Any) -> Format:
         case sections.Fp8():
             return Format("e4m3", block)
         case sections.Mxfp8():
-            return Format("e4m3", block, "e8m0")
+            return MXFP8
         case sections.Mxfp4():
-            return Format("e2m1", block, "e8m0", rounding="floor")
+            return MXFP4
         case sections.Nvfp4():
-            return Format("e2m1", block, "e4m3")
+            return NVFP4
     raise AssertionError(f"no format is known for {type(section).__name__}")
 
 

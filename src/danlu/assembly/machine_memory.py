@@ -114,7 +114,7 @@ def activation_dtype(precision: str) -> torch.dtype:
 
 def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
     """Bytes of an element as FSDP2 gathers it: in the type of activations where all weights are trained."""
-    narrow = recipe.adapter is None and parameter.is_floating_point()
+    narrow = recipe.gathers_activation_type and parameter.is_floating_point()
     return activation_dtype(recipe.activations).itemsize if narrow else parameter.itemsize
 
 

@@ -116,8 +116,9 @@ def subject_of(
         adapted, base = adapted_model(
             recipe.model,
             recipe.adapter,
-            recipe.quantization,
-            dtype=DTYPES[recipe.activations],
+            recipe.base_quantization,
+            # As it is stored: what is rounded is the sum that merging makes.
+            dtype=torch.float32 if recipe.trained_quantization is not None else DTYPES[recipe.activations],
             device=device,
             seed=recipe.seed,
             encode=encode,
@@ -178,9 +179,9 @@ class LayerPlacer:
                 model,
                 ranks,
                 section,
-                gathered=None
-                if adapters is not None or recipe.activations == "fp32" or recipe.fp8
-                else DTYPES[recipe.activations],
+                gathered=DTYPES[recipe.activations]
+                if adapters is None and recipe.gathers_activation_type and recipe.activations != "fp32"
+                else None,
                 whole=self.whole,
                 expert_names=expert_names(model),
                 offload=shards_on_host(recipe.memory, device),
@@ -248,11 +249,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         for name in model.layers:
             placer.cut_layer(name)
     cuts = placer.cut_rest()
-    if recipe.fp8 is not None:
-        from danlu.assembly.arithmetic import check_cuts, set_arithmetic
-
-        check_cuts(recipe.fp8, () if placer.cutter is None else placer.cutter.linears.items())
-        set_arithmetic(model, recipe.fp8)
+    _set_products(recipe, placer)
 
     def planned() -> Plan:
         from danlu.assembly.planned_recompute import fastest_plan
@@ -323,6 +320,22 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if placer.sharder is not None:
         parallel = data.sharded_step(parallel, model, section)
     return Placed(subject, parallel, tuple(notes), plan, device_map)
+
+
+def _set_products(recipe: Recipe, placer: LayerPlacer) -> None:
+    """Gives linear layers products in 8 bits, or with weights that are rounded to the format they are trained for."""
+    if recipe.fp8 is not None:
+        from danlu.assembly.arithmetic import check_cuts, set_arithmetic
+
+        check_cuts(recipe.fp8, () if placer.cutter is None else placer.cutter.linears.items())
+        set_arithmetic(placer.model, recipe.fp8)
+    if recipe.trained_quantization is not None:
+        from danlu.assembly.trained_quantization import set_trained_quantization
+
+        # Shards are gathered into the same memory, and PipeDream swaps weights, without torch's count of changes.
+        is_swapped = placer.pipeline is not None and placer.pipeline.updates_each_micro_batch
+        keeps = placer.sharder is None and not is_swapped
+        set_trained_quantization(placer.model, recipe.trained_quantization, keeps=keeps)
 
 
 def _notes_of_settings(recipe: Recipe, ranks: Ranks, plan: Plan, device: torch.device) -> list[str]:

@@ -178,6 +178,31 @@ class LinearArithmetic(Protocol):
 
     def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...  # the numbers that were kept of it
 
+    @property
+    def rounding(self) -> WeightRounding | None: ...  # of weights that rollouts multiply with too; None: there is none
+
+
+class LowRankSum(NamedTuple):
+    """The product scale B A that is added to a weight before it is rounded."""
+
+    a: Tensor  # [r, I]
+    b: Tensor  # [O, r]
+    scale: float
+
+
+class WeightRounding(Protocol):
+    """Rounds the weights of linear layers to a format of few bits (quantization-aware training)."""
+
+    def numbers(
+        self, weight: Tensor, dtype: torch.dtype, added: LowRankSum | None = None
+    ) -> Tensor: ...  # [.., O, I]: of weight, or of its sum with a product [O, I], a new tensor without gradient
+
+    def in_workspace(
+        self, weight: Tensor, dtype: torch.dtype, added: LowRankSum | None = None
+    ) -> AbstractContextManager[Tensor]: ...  # same, not to keep
+
+    def weights_changed(self) -> None: ...  # called after an update
+
 
 class Recomputed(NamedTuple):
     """How the input of a linear layer is computed again in the backward pass, which then need not save it."""

@@ -478,7 +478,7 @@ class MemoryParts:
     average: int
     activations: int
     logits: int
-    packed: int = 0  # the dense copy of one matrix at a time of a quantized base
+    packed: int = 0  # the dense copy of one matrix at a time of few bits; codes of weights that are trained for these
     gathered: int = 0  # parameters that are all-gathered for a while, of shards
     stash: int = 0  # versions of trained weights before the newest, for micro-batches in flight (PipeDream)
 

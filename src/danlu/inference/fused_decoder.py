@@ -181,7 +181,7 @@ def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Pro
 def _is_plain(model: Decoder) -> bool:
     """Whether `__call__` computes everything that takes part in a layer."""
     config = model.config
-    if model.chunks.last > 0:
+    if model.chunks.last > 0 or model.rounding is not None:
         return False
     if len(config.kinds) > 1 or config.rotates_by_length:
         return False

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
-from danlu.core.layer_types import Attend, VocabShard
+from danlu.core.layer_types import Attend, VocabShard, WeightRounding
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.chunks import Chunks, DeviceMap
@@ -197,6 +197,8 @@ class Decoder(nn.Module):
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
         """The part of the vocabulary that this process has, where it is cut over processes; None otherwise."""
+        self.rounding: WeightRounding | None = None
+        """Rounds the weights of linear layers to the format that they are trained for; None: they are as they are."""
         self.device_map: DeviceMap | None = None
         """The devices of the model's parts, where they are on several devices of one process; None otherwise."""
 

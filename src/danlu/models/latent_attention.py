@@ -155,7 +155,7 @@ class Absorbed:
     def _matrices(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrices that make keys and values of the heads that are here, [H, C - Cr + W, R]."""
         linear, spec = self._attention.kv_b_proj, self._spec
-        whole = linear.dense_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)
+        whole = linear.rounded_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)
         return whole.unflatten(0, (-1, spec.qk_nope_head_dim + spec.v_head_dim))
 
 

@@ -123,8 +123,20 @@ class _Weights(nn.Module):
 
     @property
     def own_arithmetic(self) -> LinearArithmetic | None:
-        """The arithmetic of products now; None for that of the type of activations, as rollouts have it."""
-        return None if self.weight is None or ACTIVE.packed_weights is not None else self.arithmetic
+        """The arithmetic of products now; None for that of the type of activations, as rollouts have it unless it
+        rounds weights."""
+        arithmetic = None if self.weight is None else self.arithmetic
+        if arithmetic is None or ACTIVE.packed_weights is None:
+            return arithmetic
+        return None if arithmetic.rounding is None else arithmetic
+
+    def rounded_weight(self, dtype: torch.dtype) -> Tensor:
+        """[.., out, in]: the weights as products have them, without an adapter: those that are trained for a format of
+        few bits rounded to it."""
+        arithmetic = self.own_arithmetic
+        if arithmetic is None or arithmetic.rounding is None:
+            return self.dense_weight(dtype)
+        return arithmetic.rounding.numbers(self.stored_weight, dtype)
 
     @property
     def _stored(self) -> Any:

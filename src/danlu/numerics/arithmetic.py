@@ -98,6 +98,11 @@ class Fp8Arithmetic:
         self.behind_attention = behind_attention and recipe == "tile"
 
     @property
+    def rounding(self) -> None:
+        """None: rollouts multiply in the type of activations."""
+        return None
+
+    @property
     def keeps_codes(self) -> bool:
         """Whether inputs are kept in few bits."""
         return self.formats.kept is not None and not self.behind_attention

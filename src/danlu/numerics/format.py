@@ -112,6 +112,13 @@ class Format:
         return max(1, self.block[0] or rows), max(1, self.block[1] or columns)
 
 
+FP8_BLOCKS = Format("e4m3", (128, 128))
+"""The format of FP8 folders (DeepSeek-V3)."""
+MXFP8 = Format("e4m3", (1, 32), "e8m0")
+MXFP4 = Format("e2m1", (1, 32), "e8m0", rounding="floor")
+NVFP4 = Format("e2m1", (1, 16), "e4m3")
+
+
 @dataclass(frozen=True)
 class Scaled:
     """Matrices [.., R, C] in a format."""
@@ -155,6 +162,20 @@ class Scaled:
         for part, scales in of_blocks(self.wide_scales()):
             part.mul_(scales)
         return numbers.to(dtype)
+
+    def shifted(self, change: Tensor) -> Scaled:
+        """The matrices plus one number for each block, [.., Rb, Cb] float32: the same codes of integers and scales,
+        with zeros that are no integers.
+
+        It is how QA-LoRA merges (arXiv:2309.14717, section 3.3).
+        """
+        form, codes, zeros = self.format, self.codes, self.zeros
+        assert not form.of_element.is_float and self.groups is None, "integers in blocks of neighbours"
+        if zeros is None:
+            half = 2 ** (form.bits - 1)
+            codes, zeros = (codes.to(torch.int16) + half).to(torch.uint8), torch.full_like(self.scales.float(), half)
+        shifted = replace(form, zero="float", narrow_range=False)
+        return Scaled(codes, self.scales, shifted, zeros.float() - change / self.wide_scales())
 
     def transposed(self) -> Scaled:
         """The transposed matrices [.., C, R], as views."""

@@ -74,11 +74,15 @@ class ScaledWeight(QuantizedWeightModule):
             ModelError: `where` is no matrix of float32, bfloat16 or float16, or not all of it is finite.
         """
         check_quantizable(weight, where)
-        weight = weight.detach()
-        quantized = cls._by_tiles(weight, form) if form.zero == "none" else cls.of(encode(weight, form), weight.dtype)
+        quantized = cls.rounded(weight.detach(), form)
         if not bool(quantized._wide_scales().isfinite().all()):
             raise ModelError(f"{where} cannot be quantized: it holds NaN or infinite values. Use a sound model.")
         return quantized
+
+    @classmethod
+    def rounded(cls, weight: Tensor, form: Format) -> Self:
+        """`quantize` without a look at the numbers: those of a block that is not finite are NaN."""
+        return cls._by_tiles(weight, form) if form.zero == "none" else cls.of(encode(weight, form), weight.dtype)
 
     @classmethod
     def _by_tiles(cls, weight: Tensor, form: Format) -> Self:

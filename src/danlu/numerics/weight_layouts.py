@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.errors import ModelError
-from danlu.numerics.format import Format, Scaled, ScaleKind
+from danlu.numerics.format import MXFP4, MXFP8, NVFP4, Format, Scaled, ScaleKind
 from danlu.numerics.packing import (
     pack,
     pack_awq,
@@ -51,7 +51,7 @@ def read_weight(layout: WeightLayout, tensors: Mapping[str, Tensor], where: str)
             case "mxfp4" | "nvfp4":
                 scaled = _read_float4(layout, tensors)
             case "mxfp8":
-                form = Format("e4m3", (1, 32), "e8m0")
+                form = MXFP8
                 scaled = Scaled(tensors["weight"], tensors["weight_scale"].view(torch.uint8), form)
             case _:
                 scaled = _read_compressed(layout, tensors)
@@ -108,9 +108,9 @@ def _read_float4(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> Scaled:
     packed, scales = tensors["weight_packed"], tensors["weight_scale"]
     codes = unpack(packed.view(torch.uint8), 4, 2 * packed.shape[1])
     if layout.layout == "mxfp4":
-        return Scaled(codes, scales.view(torch.uint8), Format("e2m1", (1, 32), "e8m0", rounding="floor"))
+        return Scaled(codes, scales.view(torch.uint8), MXFP4)
     tensor_scale = tensors["weight_global_scale"].float().reciprocal().reshape(1, 1)
-    return Scaled(codes, scales, Format("e2m1", (1, 16), "e4m3"), tensor_scale=tensor_scale)
+    return Scaled(codes, scales, NVFP4, tensor_scale=tensor_scale)
 
 
 def _read_gptq(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> Scaled:

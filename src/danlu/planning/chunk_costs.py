@@ -93,7 +93,7 @@ def model_seconds(workload: Workload, micro: int, target: Target, times: LayerTi
     for stage in range(recipe.parallel.pipeline.stages):
         kinds |= {entry.layer: entry.kind for entry in workload.recompute(workload.chunks(stage))}
     training = training_of_chunks(workload.training, first, range(len(first.layers)))
-    is_narrow = recipe.parallel.shard != "none" and recipe.adapter is None
+    is_narrow = recipe.parallel.shard != "none" and recipe.gathers_activation_type
     layers: list[PassSeconds] = []
     before: object = None
     for layer, (spec, own) in enumerate(zip(config.layers, training, strict=True)):

@@ -57,6 +57,9 @@ class LayerTraining:
     where all weights are trained.
     """
 
+    rounded: Literal["kept", "encoded"] | None = None
+    """Whether products have weights rounded to a format of few bits: from codes that are kept between updates, or
+    encoded for each product; None: they are not rounded."""
     fp8: str | None = None
     """The recipe of products in 8 bits; None without them."""
 
@@ -312,7 +315,8 @@ class LayerGraph:
     def _saved_by_product(self, operation: Operation) -> Iterator[str]:
         adapter, training = self.training.adapter_of(operation.name), self.training
         is_grouped, is_wide = operation.kind == "grouped", operation.in_float32 and self.batch.is_half
-        frozen_keeps = is_grouped and not training.quantized and training.fp8 is None
+        is_narrow = training.quantized or training.fp8 is not None or training.rounded is not None
+        frozen_keeps = is_grouped and not is_narrow
         if training.weights or is_wide or frozen_keeps:
             yield from operation.saves
         elif is_grouped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
@@ -18,8 +19,13 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
     prefixes, prompts, and adapters that are continued from files.
     """
     section, fp8 = recipe.adapter, None if recipe.fp8 is None else recipe.fp8.recipe
+    rounded: Literal["kept", "encoded"] | None = None
+    if recipe.trained_quantization is not None:
+        from danlu.planning.rounded_weights import keeps_codes
+
+        rounded = "kept" if keeps_codes(recipe) else "encoded"
     if section is None:
-        return [LayerTraining(fp8=fp8)] * len(config.layers)
+        return [LayerTraining(fp8=fp8, rounded=rounded)] * len(config.layers)
     # A run without an adapter loads neither.
     from danlu.adapters.targets import by_pattern, choose
     from danlu.models.sites import sites_of
@@ -42,7 +48,8 @@ def layers_training(recipe: Recipe, config: ModelConfig) -> list[LayerTraining]:
             LayerTraining(
                 weights=not _has_targets(section),
                 adapters=tuple(own.items()),
-                quantized=recipe.quantization is not None,
+                quantized=recipe.base_quantization is not None,
+                rounded=rounded,
                 fp8=fp8,
                 input_needs_gradient=with_gradient,
                 adapts_embeddings=any(site.group == "per_layer" and site.layer is None for site in chosen),

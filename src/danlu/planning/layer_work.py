@@ -168,7 +168,11 @@ class _LayerWork:
     def dense(self, operation: Operation) -> Iterator[Primitive]:
         """A weight becomes a dense one in the type of the product."""
         training, elements = self.graph.training, self.elements(operation)
-        if training.quantized and not operation.in_float32:
+        if training.rounded is not None:
+            from danlu.planning.rounded_weights import weight_work
+
+            yield from weight_work(training.rounded, operation, elements)
+        elif training.quantized and not operation.in_float32:
             yield Dequantized(elements)
         elif self.casts_weights and not operation.in_float32:
             yield Moved(elements * (_FLOAT32 + self.element))

@@ -127,9 +127,10 @@ def policy_tensors(
     copies = {each.name: each for each in adapters if each.name in shapes or each.name == "lm_head.weight"}
     linears = _linears(config) - copies.keys()
     packings: Mapping[str, Packing] = stored.packings
-    if not packings and recipe.quantization is not None:
-        packings = dict.fromkeys(linears, recipe.quantization)
-    element_bytes = ELEMENT_BYTES[recipe.activations]
+    if not packings and recipe.base_quantization is not None:
+        packings = dict.fromkeys(linears, recipe.base_quantization)
+    is_rounded = recipe.trained_quantization is not None  # with its adapter, in float32
+    element_bytes = FLOAT32_BYTES if is_rounded else ELEMENT_BYTES[recipe.activations]
     base = []
     for name, shape in shapes.items():
         if name in copies:

@@ -13,7 +13,7 @@ from danlu.models.chunks import Chunks
 from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.layout import Layout
 from danlu.planning.chunk_costs import LayerTimes, chunk_bytes
-from danlu.planning.primitives import PassSeconds
+from danlu.planning.primitives import OperationWork, PassSeconds
 from danlu.planning.rank_memory import RankStates, rank_states
 from danlu.planning.rank_tensors import RankTensor
 from danlu.planning.stage_kinds import StageKinds
@@ -69,6 +69,8 @@ class PlanCache:
             work = [update_work(recipe.optimizer, states.trained, device_type)]
             if recipe.gradient_clipping is not None:
                 work.append(clip_work(sum(map(math.prod, states.trained.values()))))
+            if recipe.trained_quantization is not None:
+                work.append(_encoding_work(workload, states))
             update = PassSeconds.of(work, self.times.speeds)
         return StageStates(workload.chunks(stage), states, update)
 
@@ -90,6 +92,14 @@ class PlanCache:
                 stage.costs[key] = replace(cost, reduce_buffer=_reduce_buffer(section, layout, cost.gradients))
             costs.append(stage.costs[key])
         return costs
+
+
+def _encoding_work(workload: Workload, states: RankStates) -> OperationWork:
+    """The work of encoding weights that are trained for a format of few bits, once an update."""
+    from danlu.planning.rounded_weights import encoding, keeps_codes, rounded_linears, rounded_shapes
+
+    shapes = rounded_shapes(states.tensors, rounded_linears(workload.config)) if keeps_codes(workload.recipe) else ()
+    return OperationWork("encode", "update", tuple(encoding(math.prod(shape)) for shape in shapes))
 
 
 def _chunk_of(tensor: RankTensor, chunks: Chunks) -> int:

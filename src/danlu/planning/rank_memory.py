@@ -105,7 +105,8 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
         parts,
         gradients=parts.gradients + gradients + of_critic[1],
         packed=_workspace_elements([*own, *(each for tensors in frozen.values() for each in tensors)], device_type)
-        * ELEMENT_BYTES[recipe.activations],
+        * ELEMENT_BYTES[recipe.activations]
+        + _rounded_bytes(workload, own),
         gathered=gathered + of_critic[0],
         stash=_weight_delay(workload, stage) * FLOAT32_BYTES * sum(map(math.prod, trained.values())),
     )
@@ -136,7 +137,7 @@ def gathered_bytes_of(workload: Workload, tensors: Sequence[RankTensor]) -> tupl
     sharded = {}
     for each in tensors:
         if each.gathered is not None:
-            is_narrow = recipe.adapter is None and each.whole.packed is None
+            is_narrow = recipe.gathers_activation_type and each.whole.packed is None
             element_bytes = ELEMENT_BYTES[recipe.activations] if is_narrow else each.element_bytes
             count = math.prod(each.gathered)
             trained = each.whole.trained
@@ -151,6 +152,18 @@ def _workspace_elements(tensors: Sequence[RankTensor], device_type: str) -> int:
         if each.whole.packed is not None:
             counts.append(math.prod(each.cut[-2:] if device_type == "cpu" else each.cut))
     return max(counts)
+
+
+def _rounded_bytes(workload: Workload, tensors: Sequence[RankTensor]) -> int:
+    """Bytes of the codes of weights that are trained for a format of few bits, and of one decoded matrix."""
+    recipe = workload.recipe
+    if (section := recipe.trained_quantization) is None:
+        return 0
+    from danlu.planning.rounded_weights import code_bytes, keeps_codes, rounded_linears, rounded_shapes
+
+    shapes = [*rounded_shapes(tensors, rounded_linears(workload.config))]
+    codes = sum(code_bytes(section, shape) for shape in shapes) if keeps_codes(recipe) else 0
+    return codes + max(map(math.prod, shapes), default=0) * ELEMENT_BYTES[recipe.activations]
 
 
 def _weight_delay(workload: Workload, stage: int) -> int:

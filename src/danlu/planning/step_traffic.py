@@ -250,7 +250,7 @@ def step_traffic(
 
 def data_weights(model: RankModel) -> list[Weight]:
     """The parameters of a rank as data ranks share them."""
-    is_narrow = model.recipe.adapter is None
+    is_narrow = model.recipe.gathers_activation_type
     weights = []
     for tensor in model.tensors:
         first, _, rest = tensor.name.partition(".")
@@ -337,6 +337,8 @@ def takes_input(model: RankModel, linear: str) -> bool:
         section = model.section_of(_adapter_of(tensor.name))
         if isinstance(section, sections.LowRank) and section.dropout and model.is_upon_another(linear):
             continue  # upon another adapter it takes what dropout has left
+        if isinstance(section, sections.QaLora) and tensor.name.endswith(".lora_A"):
+            return True
         if "inputs" in tensor.axes or isinstance(section, sections.Mora):
             return True
     return False

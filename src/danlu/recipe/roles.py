@@ -108,7 +108,7 @@ def roles_of(recipe: Recipe) -> dict[Role, RoleModel]:
     .., "rewards.0", .., "draft".
     """
     roles: dict[Role, RoleModel] = {
-        POLICY: TrainedModel(recipe.model, recipe.adapter, recipe.quantization, task_of(recipe))
+        POLICY: TrainedModel(recipe.model, recipe.adapter, recipe.base_quantization, task_of(recipe))
     }
     if (value := _value(recipe)) is not None:
         roles[VALUE] = value
@@ -139,13 +139,13 @@ def frozen_reference(recipe: Recipe) -> FrozenRole | None:
     match resolve_reference(recipe):
         case Cached():
             alike = starts_with_effect(recipe.adapter) is None
-            return CachedModel(ModelSpec(REFERENCE, recipe.model, recipe.quantization) if alike else None)
+            return CachedModel(ModelSpec(REFERENCE, recipe.model, recipe.base_quantization) if alike else None)
         case AdapterOff():
             return PolicyWithoutAdapter()
         case Frozen() as frozen:
             section = recipe.model if frozen.model is None else Model(path=frozen.model)
             mixing = None if frozen.every is None else Mixing(frozen.every, frozen.mix)
-            return ModelSpec(REFERENCE, section, frozen.quantization or recipe.quantization, mixing)
+            return ModelSpec(REFERENCE, section, frozen.quantization or recipe.base_quantization, mixing)
     return None
 
 

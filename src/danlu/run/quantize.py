@@ -12,6 +12,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from danlu.adapters.adapter_config import is_adapter, read_adapter_config, resolve_adapter
 from danlu.assembly.calibration import Calibration
 from danlu.assembly.layerwise_quantizing import LayerResult, LayerwiseQuantizer, Method, quantized_sites
 from danlu.assembly.merging import find_tokenizer
@@ -32,7 +33,7 @@ from danlu.models.loading import load_boxes, meta_decoder, stored_dtype
 from danlu.models.saving import boxes_of, save
 from danlu.models.sites import sites_of
 from danlu.numerics.dtypes import DTYPES
-from danlu.numerics.format import Format, Scaled, ScaleKind, ZeroKind
+from danlu.numerics.format import FP8_BLOCKS, MXFP4, MXFP8, NVFP4, Format, Scaled, ScaleKind, ZeroKind
 from danlu.numerics.quantizers.awq import Awq
 from danlu.numerics.quantizers.gptq import Gptq
 from danlu.numerics.quantizers.quantizer import Nearest, Quantizer
@@ -77,6 +78,7 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
     """
     target = Path(recipe.output)
     refuse_existing(target)
+    refuse_float_zeros(recipe)
     folder = find_model(recipe.model) if recipe.needs_calibration else resolve_folder(recipe.model)
     config = read_config(folder)
     _check_model(folder, config)
@@ -88,12 +90,12 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
     device = _device(recipe.device)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    notes: list[str] = []
-    calibration = None
+    notes, calibration = list[str](), None
     if recipe.needs_calibration:
         assert recipe.calibration is not None, "the recipe's rules ask for it"
         packs, notes = calibration_packs(recipe, recipe.calibration, folder, config, stream)
         calibration = Calibration.of(config, folder, packs, dtype=DTYPES[recipe.precision], device=device)
+    notes += trained_otherwise(recipe, method)
     work = target.with_name(f".{target.name}.quantizing")
     layers = LayerwiseQuantizer(config, folder, method, calibration, work, dtype=dtype, device=device)
     resumed = layers.run(progress)
@@ -158,10 +160,10 @@ def method_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Method:
 
 
 _FIXED_FORMATS: Mapping[str, Format] = {
-    "fp8": Format("e4m3", (128, 128)),
-    "mxfp8": Format("e4m3", (1, 32), "e8m0"),
-    "mxfp4": Format("e2m1", (1, 32), "e8m0", rounding="floor"),
-    "nvfp4": Format("e2m1", (1, 16), "e4m3"),
+    "fp8": FP8_BLOCKS,
+    "mxfp8": MXFP8,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 _SCALES: Mapping[torch.dtype, ScaleKind] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -177,6 +179,40 @@ def format_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Format:
         scale = "float32"
     zero: ZeroKind = "none" if rounding.symmetric else "integer"
     return Format(f"int{rounding.bits}", (1, rounding.group), scale, zero)  # type: ignore[arg-type]
+
+
+def refuse_float_zeros(recipe: QuantizeRecipe) -> None:
+    """Raises ModelError for a run, or a folder, of a QA-LoRA, which merges into zeros that no export holds."""
+    path = Path(recipe.model).expanduser()
+    if not is_adapter(path) or not read_adapter_config(resolve_adapter(path)).values.get("use_qalora"):
+        return
+    raise ModelError(
+        f"{path}: qa-lora merges into zeros that are no integers, and zeros of awq, gptq and compressed-tensors are: "
+        "rounded, the change would be another one by several percent. `danlu merge` writes the merged numbers as a "
+        "dense folder"
+    )
+
+
+def trained_otherwise(recipe: QuantizeRecipe, method: Method) -> list[str]:
+    """A note for the console where the run of a model trained it for a format, and this is not how it is rounded."""
+    path = Path(recipe.model).expanduser() / "recipe.yaml"
+    if not path.is_file():
+        return []
+    try:
+        trained = load_resolved(path).trained_quantization
+    except DanluError:
+        return []
+    if trained is None:
+        return []
+    from danlu.assembly.trained_quantization import trained_format
+
+    if isinstance(method.quantizer, Nearest) and method.smoothing is None and method.form == trained_format(trained):
+        return []
+    settings = ", ".join(f"{key}: {value}" for key, value in trained.model_dump().items() if key != "trained")
+    return [
+        f"{recipe.model} was trained for other numbers ({settings}): these are lost. kind: nearest, with the same bits "
+        "and group and an export with such scales, writes them"
+    ]
 
 
 def check_groups(config: ModelConfig, recipe: QuantizeRecipe) -> None:

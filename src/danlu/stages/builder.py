@@ -81,11 +81,15 @@ class DecoderBuilder:
             folder, where = model_folder(recipe.model), recipe.model.path
             config = self._scaled(self._with_task(base_config(recipe.model)))
             self._check_layout(config)
+            if recipe.trained_quantization is not None:
+                from danlu.assembly.stored_base import refuse_quantized
+
+                refuse_quantized(folder, "Train the model that it was made from")
             check_router(recipe.router, config, replays=recipe.rollout.routing_replay)
             if recipe.adapter is not None:
                 from danlu.assembly.frozen_base import check_frozen
 
-                check_frozen(folder, recipe.quantization, config)
+                check_frozen(folder, recipe.base_quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False, layouts=weight_layouts(folder))
             else:
@@ -248,6 +252,10 @@ class DecoderBuilder:
             )
         if wrong:
             raise RecipeError(wrong)
+        if self.recipe.trained_quantization is not None:
+            from danlu.assembly.trained_quantization import check_trained_quantization
+
+            check_trained_quantization(self.recipe, config)
 
     def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
         """The device of micro-batches and losses: `device`, but with a device map that of the policy's head."""

@@ -140,7 +140,7 @@ def all_answers(sample: Sample) -> Sample:
 def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.device) -> dict[str, Any]:
     """The cache key of columns apart from the samples: weights, and how numbers are rounded."""
     section = recipe.model if spec.model is None else spec.model.section
-    quantization = recipe.quantization if spec.model is None else spec.model.quantization
+    quantization = recipe.base_quantization if spec.model is None else spec.model.quantization
     adapter = None if spec.model is not None or recipe.adapter is None else recipe.adapter.model_dump(mode="json")
     tensors = {} if section.path is None else read_tensors(model_folder(section))
     weights = sorted({entry.file for entry in tensors.values()})
@@ -154,7 +154,7 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
         ],
         "adapter": adapter,
         "seed": recipe.seed if is_drawn else None,
-        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
+        "quantization": None if quantization is None else quantization.of_base(),
         "precision": recipe.activations if recipe.fp8 is None else recipe.fp8.model_dump(),
         "compile": recipe.compile,
         "device": device.type,

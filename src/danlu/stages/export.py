@@ -41,7 +41,8 @@ class DecoderExporter:
 
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """A model in the type of activations that it was trained with (fp16: float32), or an adapter; before it the
-        model of values, where that is kept."""
+        model of values, where that is kept. Weights that were trained for a format of few bits are float32: codes of
+        rounded ones would be others."""
         policy = self.policy
         if policy.recipe.value is not None and policy.recipe.value.save:
             from danlu.stages.critic import critic_folder
@@ -85,7 +86,8 @@ def write(
     score_head: nn.Linear | None = None,
     adapter: str = TRAINED,
 ) -> None:
-    """Writes a model (bfloat16 where it was trained in it, else float32), or the adapter that was trained on one.
+    """Writes a model (bfloat16 where it was trained in it and for no format of few bits, else float32), or the adapter
+    that was trained on one.
 
     value, writes: as in `models.saving.save`. score_head: of a model that classifies; one that writes texts is written
     as the hidden states under it. adapter: the name of the one that is written.
@@ -107,7 +109,7 @@ def write(
             subject.base,
             target,
             started_from=recipe.model.adapters,
-            quantization=recipe.quantization,
+            quantization=recipe.base_quantization,
             continued=isinstance(recipe.adapter, sections.Continue),
             tokenizer_from=tokenizer_folder,
             chat_template=template_text,
@@ -123,7 +125,7 @@ def write(
     save(
         subject.model,
         target,
-        dtype=torch.bfloat16 if recipe.activations == "bf16" else torch.float32,
+        dtype=torch.bfloat16 if recipe.activations == "bf16" and not recipe.trained_quantization else torch.float32,
         tokenizer_from=tokenizer_folder,
         chat_template=template_text,
         config=replace(subject.model.config, task=task),

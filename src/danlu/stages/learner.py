@@ -143,7 +143,10 @@ class DecoderLearner:
         return merged_metrics(self.parallel.all_gather_pipeline(self.balancer.end_step(self.parallel.all_reduce_data)))
 
     def updated(self, step: int) -> None:
-        """Models that move take up the policy's new weights, and routers move the biases of their choice."""
+        """Models that move take up the policy's new weights, routers move the biases of their choice, and weights that
+        are rounded are encoded again."""
+        if self.model.rounding is not None:
+            self.model.rounding.weights_changed()
         if self.balancer is not None:
             self.balancer.updated()
         for weights in self.moving.values():

@@ -61,7 +61,7 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
     model = _model(recipe, config, device)
     learner = DecoderLearner(model, model, device, DTYPES[recipe.activations], micro=1)
     packs = [Pack((document,), stage_length=length) for document in documents]
-    identity = base_identity(recipe.model)
+    identity, base_quantization = base_identity(recipe.model), recipe.base_quantization
     made_from = {
         "search": section.search.model_dump(mode="json"),
         "base": [identity["model"]["fingerprint"], *identity["adapters"].values()],
@@ -70,7 +70,7 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
         "short_factor": section.short_factor,
         "seed": recipe.seed,
         "precision": recipe.activations,
-        "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
+        "quantization": None if base_quantization is None else base_quantization.of_base(),
     }
     with (
         closing(_Judged(folder / LONGROPE_SEARCH, made_from)) as judged,
@@ -115,7 +115,7 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
         base.folder,
         dtype=DTYPES[recipe.activations],
         device=device,
-        quantization=recipe.quantization,
+        quantization=recipe.base_quantization,
         config=config,
         keep_blocks=True,
     )

@@ -100,7 +100,7 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         if not has_base_of_policy(recipe, resolved):
             continue
         where = f"rewards.{number}: {section.path} is an adapter on the policy's base"
-        reason = _needs_base_of_its_own(recipe.parallel, recipe.quantization, subject, resolved, ranks)
+        reason = _needs_base_of_its_own(recipe.parallel, recipe.base_quantization, subject, resolved, ranks)
         if reason is not None:
             lines.append(f"{where}, which the first process loads once more: {reason}")
             continue
@@ -130,7 +130,7 @@ def _needs_base_of_its_own(
         return "its adapter is not one that can be switched (virtual tokens, or a start taken out of the base)"
     if not same_rotation(subject.model.config, resolved.config):
         return "it was trained with another rotary embedding of the base (long_context)"
-    if stack[-1].quantization != (None if quantization is None else quantization.model_dump(mode="json")):
+    if stack[-1].quantization != (None if quantization is None else quantization.of_base()):
         return "the policy's is held in other bits than when it was trained"
     return None
 

@@ -65,8 +65,15 @@ class DecoderBudget:
             self.resident(run.learner.weights(), run.optimizer, average),
             activations=round(counted.peak_bytes * policy.parallel.micro_batches_in_flight) + states,
             logits=self._logits_bytes(counted.targets) if is_language_model else 0,
-            packed=dense_workspace_bytes(),
+            packed=dense_workspace_bytes() + self._kept_codes(),
         )
+
+    def _kept_codes(self) -> int:
+        if self.policy.recipe.trained_quantization is None:
+            return 0
+        from danlu.assembly.trained_quantization import kept_code_bytes
+
+        return kept_code_bytes(self.policy.model)
 
     def _logits_bytes(self, targets: int) -> int:
         policy, config = self.policy, self.policy.model.config

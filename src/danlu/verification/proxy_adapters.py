@@ -24,6 +24,7 @@ from danlu.models.sites import sites_of
 from danlu.recipe import sections
 
 RANK = 4  # of low-rank adapters
+GROUP = 16  # numbers, of weights that are quantized in groups of any size, and inputs of QA-LoRA's groups
 WIDTH = 8  # of bottlenecks and projections
 TOKENS = 3  # virtual ones
 _PERTURBATION = 0.1  # standard deviation that is put on every number, of which many begin as zero
@@ -39,6 +40,8 @@ def proxy_section(section: Any, config: ModelConfig, small: ModelConfig, rows: S
     """
     section = _on_layers(section, config, small)
     match section:
+        case sections.QaLora() if section.group > GROUP:
+            return proxy_section(section.model_copy(update={"group": GROUP}), config, small, rows)
         case sections.LowRank():
             rank = min(section.rank, RANK)
             ratio = rank / section.rank if section.scaling == "standard" else (rank / section.rank) ** 0.5

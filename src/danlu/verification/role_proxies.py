@@ -33,10 +33,9 @@ from danlu.stages.distillation import resolved_teacher
 from danlu.stages.frozen_models import place_frozen
 from danlu.stages.protocols import ColumnSpec, Stage
 from danlu.stages.roles import FrozenDecoder
-from danlu.verification.proxy_adapters import proxy_adapter_folders, proxy_section
+from danlu.verification.proxy_adapters import GROUP, proxy_adapter_folders, proxy_section
 from danlu.verification.proxy_model import BLOCK, proxy_config
 
-GROUP = 16  # numbers, of weights that are quantized in groups of any size
 _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 _MOVES_EVERY = 2  # steps at most, so that a moving reference moves in a verification
 _MOST_WARMUP = 1  # steps at most, so that the policy moves in a verification
@@ -194,7 +193,7 @@ def with_columns(
     folder: of small models, by the names of the columns; None for the recipe's own.
     """
     for spec in stage.columns(recipe):
-        model = spec.model or ModelSpec(spec.name, recipe.model, recipe.quantization)
+        model = spec.model or ModelSpec(spec.name, recipe.model, recipe.base_quantization)
         if folder is not None and spec.name == REFERENCE:  # the recipe names no model of its own for it
             model = ModelSpec(spec.name, Model(path=str(folder / REFERENCE)))
         frozen = place_frozen(recipe, model, vocab_size, Ranks(), torch.device("cpu")).subject.model

@@ -68,6 +68,11 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
         from danlu.recipe.rules import precision
 
         yield from precision.fp8_is_possible(recipe)
+    if any((recipe.quantization, recipe.adapter, recipe.reference, recipe.teacher)):
+        from danlu.recipe.rules import quantization
+
+        yield from quantization.format_can_be_trained(recipe)
+        yield from quantization.zeros_take_the_adapter(recipe)
     if recipe.long_context is not None:
         yield from long_context.lengths_do_not_shrink(recipe.long_context.stages, recipe)
         yield from long_context.longrope_has_factors(recipe.long_context, recipe)

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any, Literal
 
 from danlu.core.errors import RecipeError
-from danlu.recipe.sections import Continue, Dora, LowRank, Model, Recipe
+from danlu.recipe.sections import TRAINABLE, Continue, Dora, LowRank, Model, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -77,11 +77,13 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(adapter, Dora) and model.adapters:
         message = "dora scales the weights themselves, so it cannot be stacked on model.adapters. Use kind: lora"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
-    if isinstance(adapter, LowRank) and adapter.init == "loftq" and recipe.quantization is None:
+    if isinstance(adapter, LowRank) and adapter.init == "loftq" and recipe.base_quantization is None:
         message = "loftq makes up for what quantization loses: add quantization: nf4, or choose another init"
         yield Problem("adapter.init", message, reads=("quantization",))
-    if recipe.quantization is not None and adapter is None:
+    if recipe.base_quantization is not None and adapter is None:
         message = "a quantized model cannot be trained itself: add adapter: lora (or another), or leave it out"
+        if type(recipe.quantization) in TRAINABLE:
+            message += "; `trained: true` trains all weights for this format"
         yield Problem("quantization", message, reads=("adapter",))
 
 

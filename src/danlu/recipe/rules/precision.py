@@ -18,7 +18,7 @@ def _not_in_8_bits(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields (key, reason, remedy) of settings that products in 8 bits do not have."""
     if recipe.stage == "classify":
         yield "stage", "stage classify trains convolutions, and 8-bit products are those of a decoder", "Use pretrain"
-    if recipe.quantization is not None:
+    if recipe.base_quantization is not None:
         reason = "a quantized base is dequantized for products in the type of activations"
         yield "quantization", reason, "Leave it out"
     if recipe.numerics == "exact":

@@ -26,6 +26,7 @@ from danlu.recipe.sections.adapters import (
     Pissa,
     Prefix,
     Prompt,
+    QaLora,
     RsLora,
     Vera,
 )
@@ -66,6 +67,7 @@ from danlu.recipe.sections.environments import (
 from danlu.recipe.sections.long_context import LengthStage, LongContext, LongRopeSearch
 from danlu.recipe.sections.model import (
     QUANTIZATIONS,
+    TRAINABLE,
     Fp4,
     Fp8,
     Int2,
@@ -233,8 +235,8 @@ class Recipe(Section):
     """Stage distill: the share of the items that have the policy's own answers in the place of the rows', drawn with
     the weights of the step as `rollout` says (GKD, arXiv:2306.13649); true: all of them."""
     adapter: Annotated[Adapter | None, OF_TOKENS] = None
-    """Train few parameters on a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera, mora,
-    ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on.
+    """Train few parameters on a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, qa-lora,
+    vera, mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on.
     """
     long_context: Annotated[
         LongContext | None,
@@ -247,7 +249,7 @@ class Recipe(Section):
     """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
     quantization: Annotated[Quantization | None, OF_TOKENS] = None
     """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4, int3, int2, fp8, mxfp8,
-    mxfp4, nvfp4."""
+    mxfp4, nvfp4; or train for such a format, in full or with LoRA ({kind: int4, group: 32, trained: true})."""
     optimizer: Optimizer = default_section(AdamW)
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
     schedule: Schedule = default_section(Schedule)
@@ -317,6 +319,22 @@ class Recipe(Section):
     def fp8(self) -> Fp8Products | None:
         """The section of 8-bit products; None without them."""
         return self.precision if isinstance(self.precision, Fp8Products) else None
+
+    @property
+    def trained_quantization(self) -> QuantizationSection | None:
+        """The format that weights are trained for (quantization-aware training); None without."""
+        return self.quantization if self.quantization is not None and self.quantization.trained else None
+
+    @property
+    def base_quantization(self) -> QuantizationSection | None:
+        """The format in which the frozen base is held; None without."""
+        return None if self.trained_quantization is not None else self.quantization
+
+    @property
+    def gathers_activation_type(self) -> bool:
+        """Whether shards of trained weights are gathered in the type of activations; otherwise as they are stored, in
+        float32, for what is encoded of them, or because they are an adapter's."""
+        return self.adapter is None and self.fp8 is None and self.trained_quantization is None
 
     @property
     def activations(self) -> Activations:

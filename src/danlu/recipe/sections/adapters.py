@@ -116,6 +116,15 @@ class Dora(LowRank):
     """Let gradients flow through the norm of the direction too; the paper (section 4.3) takes it as a constant."""
 
 
+class QaLora(LowRank):
+    """LoRA with inputs that are averaged by groups, so that it merges into the zeros of a quantized base
+    (arXiv:2309.14717)."""
+
+    kind: Literal["qa-lora"] = "qa-lora"
+    group: PositiveInt = 128
+    """Neighbouring inputs that A has one column for: as many as share a scale in the base, or a multiple."""
+
+
 class Vera(_Targeted):
     """Random matrices shared by all layers and frozen, with a trained vector for each side (arXiv:2310.11454)."""
 
@@ -204,6 +213,7 @@ AdapterSection = (
     | LoraFa
     | LoraPlus
     | Dora
+    | QaLora
     | Vera
     | Mora
     | Ia3

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import OF_TOKENS, PositiveInt, Section, VariantSection
+from danlu.recipe.sections.base import OF_TOKENS, PositiveInt, ReadWith, Section, VariantSection
 
 
 class NewToken(Section):
@@ -55,7 +55,17 @@ class Model(Section):
     `adapter` they stay as they are below the new one."""
 
 
-class _FourBit(VariantSection):
+class _Quantization(VariantSection):
+    trained: bool = False
+    """Quantization-aware training: float32 weights are trained, in full or by LoRA, and products have them rounded as
+    `danlu quantize` will write them. false: the frozen base of an adapter is held in this format."""
+
+    def of_base(self) -> dict[str, Any]:
+        """The values of a frozen base, as they are stored with adapters that were trained on it."""
+        return self.model_dump(mode="json", exclude={"trained", "symmetric", "scale"})
+
+
+class _FourBit(_Quantization):
     block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
     """Numbers that share a scale."""
     double: bool = True
@@ -74,30 +84,38 @@ class Fp4(_FourBit):
     kind: Literal["fp4"] = "fp4"
 
 
-class _Groups(VariantSection):
+class _Groups(_Quantization):
     group: PositiveInt = 128
     """Inputs of a row that share a scale."""
 
 
-class Int8(_Groups):
+class _Integers(_Groups):
+    symmetric: Annotated[bool, ReadWith("trained")] = True
+    """trained: as `danlu quantize` has it. false gives each group a zero (export awq)."""
+    scale: Annotated[Literal["float32", "float16", "bfloat16"], ReadWith("trained")] = "float32"
+    """trained: the type of scales. float16 for the exports awq and gptq; float32 for dense, and for compressed-tensors
+    of the run's float32 folder."""
+
+
+class Int8(_Integers):
     """Eight-bit integers, rounded to nearest."""
 
     kind: Literal["int8"] = "int8"
 
 
-class Int4(_Groups):
+class Int4(_Integers):
     """Four-bit integers, rounded to nearest."""
 
     kind: Literal["int4"] = "int4"
 
 
-class Int3(_Groups):
+class Int3(_Integers):
     """Three-bit integers, rounded to nearest."""
 
     kind: Literal["int3"] = "int3"
 
 
-class Int2(_Groups):
+class Int2(_Integers):
     """Two-bit integers, rounded to nearest."""
 
     kind: Literal["int2"] = "int2"
@@ -109,21 +127,21 @@ class Fp8(_Groups):
     kind: Literal["fp8"] = "fp8"
 
 
-class Mxfp8(VariantSection):
+class Mxfp8(_Quantization):
     """E4M3 with a power of two, rounded up, for each 32 inputs of a row (OCP Microscaling, arXiv:2506.08027)."""
 
     group: ClassVar[int] = 32
     kind: Literal["mxfp8"] = "mxfp8"
 
 
-class Mxfp4(VariantSection):
+class Mxfp4(_Quantization):
     """Four-bit floating point, E2M1, with a power of two for each 32 inputs of a row (OCP Microscaling formats)."""
 
     group: ClassVar[int] = 32
     kind: Literal["mxfp4"] = "mxfp4"
 
 
-class Nvfp4(VariantSection):
+class Nvfp4(_Quantization):
     """E2M1 with an E4M3 scale for each 16 inputs of a row, and a float32 one of each matrix above them (NVIDIA)."""
 
     group: ClassVar[int] = 16
@@ -133,5 +151,8 @@ class Nvfp4(VariantSection):
 QuantizationSection = Nf4 | Fp4 | Int8 | Int4 | Int3 | Int2 | Fp8 | Mxfp8 | Mxfp4 | Nvfp4
 QUANTIZATIONS: tuple[type[QuantizationSection], ...] = get_args(QuantizationSection)
 """The sections of all kinds of quantization."""
+
+TRAINABLE: tuple[type[QuantizationSection], ...] = (Int8, Int4, Int3, Int2, Fp8, Mxfp8, Mxfp4, Nvfp4)
+"""Those that `danlu quantize` writes from trained weights, and weights can be trained for."""
 
 Quantization = Annotated[QuantizationSection, Field(discriminator="kind")]
