@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.assembly.arithmetic import set_arithmetic
 from danlu.core.weight_gradients import DeferredWeightGradients
+from danlu.memory import activation_offload
+from danlu.memory.activation_offload import offload_for
 from danlu.memory.layer_plan import Kind
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -137,6 +140,34 @@ def test_recomputation_changes_no_bit(kind: Kind, mixer: str | None, feed: str |
     assert_same(gradients(recomputed(fp8_decoder(mixer, feed, recipe=recipe), kind)), want)
     plain = gradients(small_decoder(mixer, feed, 1))
     assert not torch.equal(plain["layers.0.attention.o_proj.weight"], want["layers.0.attention.o_proj.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "full"])
+def test_codes_may_be_offloaded(kind: Kind | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a file; the control changes E4M3 on the way, which a layer that is computed again never sends."""
+    want = gradients(fp8_decoder())
+    model = fp8_decoder() if kind is None else recomputed(fp8_decoder(), kind)
+
+    def offloaded() -> dict[str, Tensor]:
+        offload = offload_for(torch.device("cpu"), tmp_path, min_bytes=0)
+        assert offload is not None
+        model.zero_grad()
+        with offload.active():
+            loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert offload.offloaded_bytes > 0
+        return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+    assert_same(offloaded(), want)
+    copy_out = activation_offload._MappedCopy.__init__
+
+    def changed(copy: Any, tensor: Tensor, folder: Path) -> None:
+        copy_out(copy, torch.zeros_like(tensor) if tensor.dtype == torch.float8_e4m3fn else tensor, folder)
+
+    monkeypatch.setattr(activation_offload._MappedCopy, "__init__", changed)
+    name = "layers.0.mlp.down_proj.weight"
+    assert torch.equal(offloaded()[name], want[name]) == (kind == "full")
 
 
 @pytest.mark.parametrize("feed", [None, "experts"])

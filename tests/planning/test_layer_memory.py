@@ -106,7 +106,6 @@ def test_the_peak_of_a_layer_is_predicted(
 
 IN_8_BITS: list[Any] = [
     (None, "tile", "float32", 0.04),
-    (None, "row", "bfloat16", 0.04),
     *(
         pytest.param(feed, fp8, dtype, 0.11 if feed else 0.06, marks=pytest.mark.slow)
         for feed in (None, "experts")
