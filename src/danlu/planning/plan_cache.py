@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from danlu.models.chunks import Chunks
@@ -82,13 +82,13 @@ class PlanCache:
             *(micro, section.sequence, section.context, section.accumulate, section.reduce),
             *(recompute.kind, recompute.layers),
         )
-        costs = []
+        costs, tensors = [], dict[int, list[RankTensor]]()
         for chunk in chunks.local:
             chosen = tuple(workload.planned_kinds[layer] for layer in chunks.layers[chunk] if workload.planned_kinds)
             key = self.kinds.of_chunk(chunks, chunk), chosen, settings
             if key not in stage.costs:
-                own = [each for each in stage.states.tensors if _chunk_of(each, chunks) == chunk]
-                cost = chunk_bytes(workload, chunks, chunk, micro, self._target, own)
+                tensors = tensors or _by_chunk(stage.states.tensors, chunks)
+                cost = chunk_bytes(workload, chunks, chunk, micro, self._target, tensors[chunk])
                 stage.costs[key] = replace(cost, reduce_buffer=_reduce_buffer(section, layout, cost.gradients))
             costs.append(stage.costs[key])
         return costs
@@ -102,10 +102,15 @@ def _encoding_work(workload: Workload, states: RankStates) -> OperationWork:
     return OperationWork("encode", "update", tuple(encoding(math.prod(shape)) for shape in shapes))
 
 
-def _chunk_of(tensor: RankTensor, chunks: Chunks) -> int:
-    """The chunk of a stage that a parameter is counted with; of one that its chunks share the first."""
-    chunk = chunks.of_parameter(tensor.name)
-    return chunk if chunk in chunks.local else chunks.local[0]
+def _by_chunk(tensors: Iterable[RankTensor], chunks: Chunks) -> dict[int, list[RankTensor]]:
+    """The parameters that are counted with each chunk of a stage; those that its chunks share with the first."""
+    of_layer = {layer: chunk for chunk in chunks.local for layer in chunks.layers[chunk]}
+    by_chunk: dict[int, list[RankTensor]] = {chunk: [] for chunk in chunks.local}
+    for each in tensors:
+        layer = each.whole.layer
+        chunk = chunks.of_parameter(each.name) if layer is None else of_layer[layer]
+        by_chunk.get(chunk, by_chunk[chunks.local[0]]).append(each)
+    return by_chunk
 
 
 def _reduce_buffer(section: Parallel, layout: Layout, gradients: int) -> int:
