@@ -126,31 +126,29 @@ def forward(model: Decoder, dtype: torch.dtype) -> Tensor:
 
 def layer_bytes(name: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that autograd keeps of a pass through the layers, and those of the planner's formula."""
-    model, sizes = model_with(name), []
-    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}  # of which the addresses stay taken while they are held
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    count = LENGTH * SEQUENCES
-    for layers in (1, len(model.config.layers)):  # what lies outside of layers is in both
-        kept.clear()
-        shorter = Decoder(replace(model.config, layers=model.config.layers[:layers]))
-        initialize(shorter, 0)
+    config, count = model_with(name).config, LENGTH * SEQUENCES
+    sizes = []
+    for layers in (1, len(config.layers)):  # what lies outside of layers is in both
+        model = Decoder(replace(config, layers=config.layers[:layers]))
+        initialize(model, 0)
         if name != PLAIN:
-            set_arithmetic(shorter, Fp8Products(recipe=name))  # type: ignore[arg-type]
-        own |= {each.untyped_storage().data_ptr() for each in (*shorter.parameters(), *shorter.buffers())}
+            set_arithmetic(model, Fp8Products(recipe=name))  # type: ignore[arg-type]
+        own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+        kept: dict[int, torch.UntypedStorage] = {}  # of which the addresses stay taken while they are held
+
+        def keep(tensor: Tensor, own: set[int] = own, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
         tokens, positions = torch.zeros(count, dtype=torch.long), torch.arange(LENGTH).repeat(SEQUENCES)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            shorter(tokens, positions, PackedAttention(tuple(range(0, count + 1, LENGTH))), dtype)
+            model(tokens, positions, PackedAttention(tuple(range(0, count + 1, LENGTH))), dtype)
         sizes.append(sum(storage.nbytes() for storage in kept.values()))
     training = replace(TRAINED, fp8=None if name == PLAIN else name)
     batch = BatchShape.of_lengths([LENGTH] * SEQUENCES, dtype.itemsize)
-    graphs = [LayerGraph(spec, model.config.hidden_size, batch, training, "none") for spec in model.config.layers[1:]]
+    graphs = [LayerGraph(spec, config.hidden_size, batch, training, "none") for spec in config.layers[1:]]
     return sizes[1] - sizes[0], sum(graph.kept_bytes for graph in graphs)
 
 
