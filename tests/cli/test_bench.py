@@ -22,6 +22,7 @@ SMALL = Sizes(
     products=((1, 2), (16,), (16,)),
     streamed_bytes=(1 << 14,),
     attention=((8, 16), (2,), (16,)),
+    long_attention=(40,),
     grouped=((2,), (4,)),
     elements=(1 << 10,),
     message_bytes=(1 << 8, 1 << 12),
@@ -70,7 +71,7 @@ def test_several_processes_have_a_profile_of_their_own() -> None:
     assert outcome.exit_code == 0, outcome.output
     first, second = (json.loads(line) for line in outcome.stdout.splitlines())
     assert [profile["machine"]["processes"] for profile in (first, second)] == [1, 2]
-    assert set(second["tables"]) - set(first["tables"]) == {*get_args(Collective)}
+    assert set(second["tables"]) - set(first["tables"]) == {*get_args(Collective), "all_reduce_meanwhile"}
     profile = MachineProfile.here(2, threads=1, device="cpu")
     assert profile is not None and profile.machine == replace(profile.machine, processes=2, threads=1)
     link = profile.link()

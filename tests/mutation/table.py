@@ -49,6 +49,93 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- seconds: what a machine's profile measures, and when a pipeline's step ends
+    Mutation(
+        "planning/machine_profile.py",
+        'is_apart = length > SHORT_DOCUMENT and f"{name}_long {precision}" in self.tables',
+        "is_apart = False",
+        "planning/test_machine_profile.py",
+        only="another_kernel",
+    ),
+    Mutation(
+        "planning/machine_profile.py",
+        "            length = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE",
+        "            pass",
+        "planning/test_machine_profile.py",
+        only="filled_up",
+    ),
+    Mutation(
+        "planning/collective_seconds.py",
+        "return max(least, self.slowed, self.seconds - work_seconds)",
+        "return max(least, self.seconds - work_seconds)",
+        "planning/test_collective_seconds.py",
+    ),
+    Mutation(
+        "planning/rank_memory.py",
+        "recipe, critic, plan = workload.recipe, None, workload.recompute(chunks)",
+        "recipe, critic, plan = workload.recipe, None, workload.recompute(replace(chunks, local=(chunk or 0,)))",
+        "planning/test_chunk_memory.py",
+        only="segments_of",
+    ),
+    Mutation(
+        "planning/pipeline_seconds.py",
+        "arrivals[route] = arrival = (now if now > begin else begin) + send",
+        "arrivals[route] = arrival = now + send",
+        "planning/test_pipeline_seconds.py",
+    ),
+    Mutation(
+        "planning/pipeline_seconds.py",
+        "sums[rank] = max(now, sums[rank]) + reduce",
+        "sums[rank] = now + reduce",
+        "planning/test_pipeline_seconds.py",
+    ),
+    Mutation(
+        "planning/pipeline_seconds.py",
+        "whole = cost.input + cost.weight if cost.backward is None else cost.backward",
+        "whole = cost.input + cost.weight",
+        "planning/test_pipeline_seconds.py",
+    ),
+    Mutation(
+        "planning/pipeline_seconds.py",
+        "return max(max(end, summed) + update for end, summed, update in zip(ends, sums, updates, strict=True))",
+        "return max(end + update for end, summed, update in zip(ends, sums, updates, strict=True))",
+        "planning/test_pipeline_seconds.py",
+    ),
+    Mutation(
+        "planning/thin_workload.py",
+        "measured.append(PerLayer(layers, whole - sum(layers)))",
+        "measured.append(PerLayer(layers, whole))",
+        "planning/test_search.py",
+        only="one_more",
+    ),
+    Mutation(
+        "planning/thin_workload.py",
+        "_with_layers(workload, sorted([*first, layer])) for layer in first]",
+        "_with_layers(workload, first) for layer in first]",
+        "planning/test_search.py",
+        only="one_more",
+    ),
+    Mutation(
+        "planning/stage_kinds.py",
+        "number = stage if workload.recipe.parallel.pipeline.updates_each_micro_batch else None",
+        "number = None",
+        "planning/test_stage_kinds.py",
+        only="by_itself",
+    ),
+    Mutation(
+        "planning/stage_kinds.py",
+        "return own, chunks.has_first, chunks.has_last",
+        "return own, chunks.has_first",
+        "planning/test_stage_kinds.py",
+        only="by_itself",
+    ),
+    Mutation(
+        "planning/plan_cache.py",
+        'return gradients // 2 if section.reduce == "bf16" else min(gradients, BUCKET_BYTES)',
+        "return gradients",
+        "planning/test_search.py",
+        only="in_buckets",
+    ),
     # -- layers on several devices of one process
     Mutation(
         "parallel/device_map.py",

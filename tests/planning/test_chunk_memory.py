@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,8 @@ from builders.placed_decoder import placed_of
 from builders.pretended_ranks import pretended_rank
 
 from danlu.core.types import Pack, Sample
-from danlu.memory.layer_plan import plan_of_layers
+from danlu.memory.layer_plan import LayerPlan, plan_of_layers
+from danlu.memory.recompute import plan_of
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_config import read_config_values
@@ -28,9 +29,13 @@ from danlu.parallel.schedules import chunks_per_rank, schedule, unsplit
 from danlu.planning.activation_memory import ActivationPlan, LayerPass
 from danlu.planning.batch_shape import BatchShape
 from danlu.planning.chunk_memory import ChunkGradients, chunk_memory
+from danlu.planning.cluster import Cluster
 from danlu.planning.pipeline_split import chunk_sizes
+from danlu.planning.plan_cache import PlanCache
 from danlu.planning.step_walk import ChunkCost, StageWalk, walk
+from danlu.planning.target import Target
 from danlu.recipe import Recipe
+from danlu.run.read_workload import read_workload
 from danlu.training.executor import Executor
 from danlu.training.learner import StepItems
 
@@ -49,10 +54,10 @@ MODEL: dict[str, Any] = {
 FLOAT32 = 4
 
 
-def recipe_of(kind: str | None, recompute: str) -> Recipe:
+def recipe_of(kind: str | None, recompute: str, model: dict[str, Any] = MODEL) -> Recipe:
     values = {
         "stage": "pretrain",
-        "model": {"config": MODEL, "tokenizer": "none"},
+        "model": {"config": model, "tokenizer": "none"},
         "data": {"train": [{"path": "none"}], "max_length": LENGTH},
         "parallel": {} if kind is None else {"pipeline": {"stages": STAGES, "schedule": kind}},
         "memory": {"recompute": {"kind": recompute}},
@@ -130,6 +135,28 @@ def test_the_peak_of_a_stage_is_that_of_its_walk(kind: str, stage: int, recomput
     expected = walked(kind, count, costs)[stage].peak
     print("RATIO", kind, stage, recompute, expected / peak)
     assert 0.97 <= expected / peak <= 1.03, f"{expected / peak:.3f}"
+
+
+def test_segments_of_a_stage_s_chunks_are_as_long_as_those_of_its_run() -> None:
+    """A stage has two chunks of two layers: its segments have two, and not one, as those of a chunk alone would."""
+    model = {**MODEL, "num_hidden_layers": 8}
+    recipe, config = recipe_of("interleaved", "every", model), read_config_values(model)
+    workload, layout = read_workload(recipe, config, judges=False), layout_of(recipe.parallel, STAGES)
+    with pretended_rank(layout, 1) as ranks:
+        placed = placed_of(recipe, config, ranks=ranks).learner(1).model
+    cache, section = PlanCache(workload, Target(Cluster.here(None, STAGES))), recipe.memory.recompute
+    kept = [each.kept for each in cache.costs_of(workload, layout, cache.stage_of(workload, layout, 1), 1)]
+
+    def kept_by(plan: Sequence[LayerPlan], chunk: int) -> int:
+        own = [LayerPass(each.kind, each.segment) for each in plan if each.layer in placed.chunks.layers[chunk]]
+        part = replace(config, layers=config.layers[: len(own)])
+        settings = ActivationPlan(own, has_head=chunk == placed.chunks.last)
+        return chunk_memory(part, BatchShape.of_lengths([LENGTH], FLOAT32), settings, ChunkGradients(0), 0).kept
+
+    of_run = plan_of(section, placed)
+    assert kept == [kept_by(of_run, chunk) for chunk in placed.chunks.local]
+    alone = [plan_of_layers(section, list(own), [own]) for own in placed.chunks.layers]
+    assert all(each < kept_by(alone[chunk], chunk) for each, chunk in zip(kept, placed.chunks.local, strict=True))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -97,6 +97,8 @@ def test_what_goes_on_meanwhile_hides_all_but_one_call() -> None:
     assert gathers.exposed(0) == gathers.seconds
     assert gathers.exposed(gathers.seconds / 2) == pytest.approx(gathers.seconds / 2)
     assert gathers.exposed(1e9) == gathers.seconds / 4
+    # Where the processors that compute send too, computation hides nothing of what it takes longer for it.
+    assert replace(gathers, slowed=0.9 * gathers.seconds).exposed(1e9) == 0.9 * gathers.seconds
     assert norms.exposed(1e9) == norms.seconds
 
 

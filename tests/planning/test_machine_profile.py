@@ -52,10 +52,10 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("", "or torn"),
-        ('{"format": 1, "machine"', "or torn"),
+        ('{"format": 2, "machine"', "or torn"),
         ("[]", "or torn"),
-        ('{"format": 2}', "format 2, and this danlu reads 1"),
-        ('{"format": 1, "machine": {"processor": "x"}}', "or torn"),
+        ('{"format": 1}', "format 1, and this danlu reads 2"),
+        ('{"format": 2, "machine": {"processor": "x"}}', "or torn"),
     ],
 )
 def test_a_torn_profile_is_refused(tmp_path: Path, content: str, said: str) -> None:
@@ -122,6 +122,37 @@ def test_narrow_heads_take_less_than_the_narrowest_that_were_measured() -> None:
     assert found.attention_seconds(512, 4, 64, "fp32") == 1e-3
     steep = replace(found, tables={"attention fp32": replace(tables["attention fp32"], seconds=(1e-3, 4e-3))})
     assert steep.attention_seconds(512, 4, 16, "fp32") == pytest.approx(1e-3 / 4)
+
+
+def test_documents_of_another_kernel_have_seconds_of_their_own() -> None:
+    axes = ((4,), (64,))
+    tables = {
+        "attention bf16": Table(((256, 768), *axes), (8e-2, 7e-1), (2, 1, 1)),
+        "attention_long bf16": Table(((1024,), *axes), (5e-2,), (2, 1, 1)),
+    }
+    found = replace(profile(), tables=tables)
+    assert found.attention_seconds(768, 4, 64, "bf16") == 7e-1
+    assert found.attention_seconds(1024, 4, 64, "bf16") == 5e-2
+    assert found.attention_seconds(2048, 4, 64, "bf16") == pytest.approx(2e-1)
+    alone = replace(found, tables={"attention bf16": tables["attention bf16"]})
+    assert alone.attention_seconds(1024, 4, 64, "bf16") > 1, "control: one kernel says nothing about the other"
+
+
+def test_rows_of_a_document_are_filled_up_on_a_cpu() -> None:
+    found = profile()
+    assert found.attention_seconds(225, 4, 64, "fp32") == found.attention_seconds(256, 4, 64, "fp32")
+    assert found.attention_seconds(224, 4, 64, "fp32") < found.attention_seconds(225, 4, 64, "fp32")
+    card = replace(found, machine=replace(MACHINE, device="cuda"))
+    assert card.attention_seconds(225, 4, 64, "fp32") < card.attention_seconds(256, 4, 64, "fp32")
+
+
+def test_computation_is_slowed_by_the_share_that_was_measured() -> None:
+    found = profile(replace(MACHINE, processes=2, threads=1))
+    assert found.slowed_share(1 << 20) == 0
+    whole = found.tables["all_reduce"].seconds
+    tables = {**found.tables, "all_reduce_meanwhile": Table((LINK,), (whole[0] / 2, whole[1] * 3))}
+    assert replace(found, tables=tables).slowed_share(1024) == pytest.approx(0.5)
+    assert replace(found, tables=tables).slowed_share(1 << 20) == 1
 
 
 def test_seconds_are_those_of_the_tables() -> None:

@@ -17,6 +17,7 @@ SMALL = Sizes(
     products=((1, 4), (16,), (16, 32)),
     streamed_bytes=(1 << 14, 1 << 15),
     attention=((8, 16), (2,), (16,)),
+    long_attention=(24,),
     grouped=((2,), (4,)),
     elements=(1 << 10,),
     message_bytes=(1 << 8, 1 << 12),
@@ -28,10 +29,11 @@ def check(found: MachineProfile, device: Device) -> None:
     assert found.machine.device == device
     assert found.product_seconds(4, 16, 32, "bf16") > 0 and found.grouped_seconds(2, 4, 512, 512, "fp32") > 0
     assert found.attention_seconds(16, 2, 16, "fp32", backward=True) > 0
-    for kind in ("copy", "add", "activation", "activation_backward", "norm", "norm_backward"):
+    for kind in ("copy", "new", "add", "activation", "activation_backward", "norm", "norm_backward"):
         assert found.bytes_seconds(1 << 15, kind, "bf16") > 0  # type: ignore[arg-type]
     assert min(found.update_seconds(1 << 10), found.dequantize_seconds(1 << 10), found.call_seconds()) > 0
     assert found.call_seconds(trained=True) > 0
+    assert found.tables["attention_backward_long bf16"].axes == ((24,), (2,), (16,))
 
 
 def test_one_process_measures_every_table_and_leaves_its_settings_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ from builders.tiny_world import CONFIG, World
 
 from danlu.core.errors import RecipeError
 from danlu.models.hf_config import read_config_values
+from danlu.parallel.collective_traffic import BUCKET_BYTES
+from danlu.parallel.layout import Layout
 from danlu.planning.choice import Choice, Space
 from danlu.planning.cluster import Cluster
-from danlu.planning.plan_cache import PlanCache
+from danlu.planning.plan_cache import PlanCache, _reduce_buffer
 from danlu.planning.search import Candidate, evaluate, planner_of, search
 from danlu.planning.search_bounds import Bounds
+from danlu.planning.stage_kinds import StageKinds
 from danlu.planning.target import Target
+from danlu.planning.thin_workload import ThinWorkloads
 from danlu.planning.workload import Workload
 from danlu.recipe import load
+from danlu.recipe.sections import Parallel
 from danlu.run.read_workload import read_workload
 
 DENSE = {**CONFIG, "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 5000}
@@ -118,3 +124,24 @@ def test_overrides_give_the_recipe_of_a_choice(tiny_world: World, tmp_path: Path
         planned = candidate.choice.recipe(workload.recipe)
         assert (recipe.parallel, recipe.memory.recompute) == (planned.parallel, planned.memory.recompute)
         assert recipe.batch.micro == candidate.plan.micro
+
+
+def test_a_layer_of_a_kind_has_what_one_more_of_it_adds(tiny_world: World, tmp_path: Path) -> None:
+    workload = workload_of(tiny_world, tmp_path, {**MIXTURE, "first_k_dense_replace": 1})
+    kinds = StageKinds(workload).of_policy
+    assert len(set(kinds)) == 2
+
+    def elements(thin: Workload) -> tuple[float, ...]:
+        return (sum(math.prod(each.shape) for each in thin.policy.tensors),)
+
+    (measured,) = ThinWorkloads(workload, kinds).measure(elements)
+    counts = [kinds.count(kind) for kind in range(2)]
+    assert measured.outside + measured.of(counts) == elements(workload)[0]
+    assert measured.layers[0] != measured.layers[1] and min(*measured.layers, measured.outside) > 0
+
+
+def test_sums_of_gradients_go_in_buckets() -> None:
+    shared, large = Layout(replicate=2), 3 * BUCKET_BYTES
+    assert _reduce_buffer(Parallel(), shared, large) == BUCKET_BYTES and _reduce_buffer(Parallel(), shared, 64) == 64
+    assert _reduce_buffer(Parallel(), Layout(), large) == 0
+    assert _reduce_buffer(Parallel(reduce="bf16"), shared, large) == large // 2

@@ -136,12 +136,12 @@ def _head(workload: Workload, batch: BatchShape, share: RankShare, device_type: 
 def chunk_bytes(
     workload: Workload, chunks: Chunks, chunk: int, micro: int, target: Target, tensors: Iterable[RankTensor]
 ) -> ChunkCost:
-    """The bytes of the micro-batch that takes most, in one chunk.
+    """The bytes of the micro-batch that takes most, in one of the local chunks.
 
     tensors: those of the chunk's rank that are trained, or gathered from shards.
     """
+    step = chunks_step(workload, chunks, target.device_type, target.kernels, micro, chunk=chunk)
     own = replace(chunks, local=(chunk,))
-    step = chunks_step(workload, own, target.device_type, target.kernels, micro)
     recipe, tensors = workload.recipe, list(tensors)
     gathered, whole_gradients = gathered_bytes_of(workload, tensors)
     trained = {each.name: each.shape for each in tensors if each.whole.trained}

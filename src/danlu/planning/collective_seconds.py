@@ -55,16 +55,18 @@ class CollectiveSeconds:
     """The work that goes on meanwhile; None: the rank waits."""
     extrapolated: bool = False
     """Whether a size or number of ranks lies outside of those that were measured."""
+    slowed: float = 0.0
+    """Seconds that the work which goes on meanwhile takes longer for it."""
 
     def exposed(self, work_seconds: float) -> float:
-        """Seconds in which the rank only waits. work_seconds: of `hidden_by` in the step.
+        """Seconds by which the step is longer for it. work_seconds: of `hidden_by` in the step.
 
         One call always stays: nothing is computed before the first layer is gathered, nor after the last gradient.
         """
         if self.hidden_by is None:
             return self.seconds
         least = 0.0 if self.hidden_by in ("attention", "other micro-batches") else self.seconds / self.calls
-        return max(least, self.seconds - work_seconds)
+        return max(least, self.slowed, self.seconds - work_seconds)
 
 
 def each_collective_seconds(
@@ -104,16 +106,17 @@ def slowest_link(group: GroupShape, cluster: Cluster) -> Link:
 def _seconds(traffic: CollectiveTraffic, links: Cluster | MachineProfile) -> CollectiveSeconds:
     group, calls = traffic.group, max(1, traffic.calls)
     assert group is not None, f"{traffic.what or traffic.kind}: the seconds of computed traffic, which has its group"
-    extrapolated = False
+    extrapolated, slowed = False, 0.0
     if isinstance(links, MachineProfile):
         count = float(traffic.bytes / _sent_share(traffic.kind, group.size) / calls)
         measured = links.collective_seconds(_MEASURED[traffic.kind], count, group.size)
         seconds, extrapolated = calls * float(measured), measured.extrapolated
+        slowed = seconds * links.slowed_share(count)
     else:
         rate, latency = _ring(traffic.kind, group, links)
         seconds = float(traffic.bytes) / rate + calls * latency
     hidden_by = _HIDDEN_BY.get((traffic.kind, traffic.what))
-    return CollectiveSeconds(traffic.axis, traffic.kind, traffic.what, calls, seconds, hidden_by, extrapolated)
+    return CollectiveSeconds(traffic.axis, traffic.kind, traffic.what, calls, seconds, hidden_by, extrapolated, slowed)
 
 
 def _ring(kind: Kind, group: GroupShape, cluster: Cluster) -> tuple[float, float]:

@@ -175,17 +175,17 @@ class _LayerWork:
         elif training.quantized and not operation.in_float32:
             yield Dequantized(elements)
         elif self.casts_weights and not operation.in_float32:
-            yield Moved(elements * (_FLOAT32 + self.element))
+            yield Moved(elements * (_FLOAT32 + self.element), "new")
 
     def product(self, operation: Operation) -> Iterator[Primitive]:
         outputs, inputs = self.shape(operation)
         if operation.in_float32 and self.graph.batch.is_half:
-            yield Moved(self.tokens * inputs * (_FLOAT32 + self.element))
+            yield Moved(self.tokens * inputs * (_FLOAT32 + self.element), "new")
         yield from self.dense(operation)
         yield Product(self.tokens, outputs, inputs, self.product_precision(operation))
         adapter = self.graph.training.adapter_of(operation.name)
         if len(operation.weights) > 1 and self.graph.batch.is_half and adapter is None:  # a bias of another type
-            yield Moved(2 * self.tokens * outputs * self.element)
+            yield Moved(2 * self.tokens * outputs * self.element, "new")
         if adapter is not None:
             yield from self.low_rank(operation, adapter)
 
@@ -205,7 +205,7 @@ class _LayerWork:
         if adapter.has_magnitude:  # the norms of W + s B A, and rows of W that are scaled
             yield Product(outputs, adapter.rank, inputs, self.streamed, is_model=False)
             yield Product(outputs, adapter.rank, adapter.rank, "fp32", is_model=False)
-            yield Moved(2 * outputs * inputs * self.element)
+            yield Moved(2 * outputs * inputs * self.element, "new")
 
     def joined_factors(self, adapter: LowRankAdapter, outputs: int, inputs: int, together: int) -> Iterator[Moved]:
         """A of all adapters of a call, one under the other, and B times the scale, in the type of activations."""
@@ -222,8 +222,8 @@ class _LayerWork:
         """
         if adapter.drops_out:
             narrow = self.bytes_of(operation.reads[0])
-            yield Moved(2 * _FLOAT32 * narrow / self.element, passes=_MASK_PASSES * share)
-            yield Moved(2 * narrow, "copy", self.streamed, 2 * share)
+            yield Moved(2 * _FLOAT32 * narrow / self.element, "new", passes=_MASK_PASSES * share)
+            yield Moved(2 * narrow, "new", self.streamed, 2 * share)
 
     def grouped(self, operation: Operation) -> Iterator[Primitive]:
         count, rows = self.experts
@@ -253,7 +253,7 @@ class _LayerWork:
             else:
                 yield Product(rows, inputs, outputs, self.product_precision(operation))
             if operation.in_float32 and self.graph.batch.is_half:
-                yield Moved(self.tokens * inputs * (_FLOAT32 + self.element))
+                yield Moved(self.tokens * inputs * (_FLOAT32 + self.element), "new")
         if adapter is None:
             return
         rank = adapter.rank
@@ -272,8 +272,8 @@ class _LayerWork:
             yield from self.dropout(operation, adapter, rank / together)
             yield Product(rows, inputs, together, self.streamed, rank / together, is_model=False)
         if adapter.has_magnitude:
-            yield Moved(2 * rows * outputs * self.element)
-            yield Moved(2 * outputs * inputs * self.element)
+            yield Moved(2 * rows * outputs * self.element, "new")
+            yield Moved(2 * outputs * inputs * self.element, "new")
 
     def weight_gradients(self, operation: Operation) -> Iterator[Primitive]:
         if not operation.is_product:
@@ -287,7 +287,7 @@ class _LayerWork:
             else:
                 yield Product(outputs, inputs, rows, self.product_precision(operation))
             if self.casts_weights and not operation.in_float32:
-                yield Moved(count * outputs * inputs * (_FLOAT32 + self.element))
+                yield Moved(count * outputs * inputs * (_FLOAT32 + self.element), "new")
             if len(operation.weights) > 1:
                 yield Moved(count * rows * outputs * self.element)
         adapter = self.graph.training.adapter_of(operation.name)
@@ -397,7 +397,7 @@ class _LayerWork:
             case "weighted_sum":
                 yield from self.sum_of_rows(operation.makes[0].name, weighted=True)
             case _:
-                yield Moved(2 * self.bytes_of(operation.makes[0].name), "copy", self.streamed)
+                yield Moved(2 * self.bytes_of(operation.makes[0].name), "new", self.streamed)
 
     def gather_gradient(self, operation: Operation) -> Iterator[Primitive]:
         last = operation.name.rpartition(".")[2]
@@ -425,26 +425,26 @@ class _LayerWork:
         output_bytes = self.bytes_of(operation.makes[0].name)
         last = operation.name.rpartition(".")[2]
         if ROTATION in operation.reads:
-            yield Moved(2 * output_bytes, "copy", self.streamed, _ROTATION_PASSES)
+            yield Moved(2 * output_bytes, "new", self.streamed, _ROTATION_PASSES)
         elif self.is_activation(operation):
             yield Moved((1 + len(operation.reads)) * output_bytes, "activation", self.streamed)
         elif last.endswith("conv1d"):
             yield Moved(self.wide_rows(operation), passes=4 + 1.5 * operation.weights[0][1][-1])
         else:
-            yield Moved(self.bytes_of(*operation.reads, *(value.name for value in operation.makes)))
+            yield Moved(self.bytes_of(*operation.reads, *(value.name for value in operation.makes)), "new")
 
     def elementwise_gradient(self, operation: Operation) -> Iterator[Primitive]:
         output_bytes = self.bytes_of(operation.makes[0].name)
         last = operation.name.rpartition(".")[2]
         if ROTATION in operation.reads:
-            yield Moved(2 * output_bytes, "copy", self.streamed, _ROTATION_PASSES)
+            yield Moved(2 * output_bytes, "new", self.streamed, _ROTATION_PASSES)
         elif self.is_activation(operation):
             yield Moved((1 + 2 * len(operation.reads)) * output_bytes, "activation_backward", self.streamed)
         elif last.endswith("conv1d"):
             yield Moved(self.wide_rows(operation), passes=2 * (4 + 1.5 * operation.weights[0][1][-1]))
         else:
             saved = self.graph.saved[operation.name]
-            yield Moved(self.bytes_of(*saved, *operation.reads, operation.makes[0].name))
+            yield Moved(self.bytes_of(*saved, *operation.reads, operation.makes[0].name), "new")
 
     def is_activation(self, operation: Operation) -> bool:
         """Whether an operation is that of a feed-forward network, or of a delta rule's gate."""

@@ -20,17 +20,19 @@ from typing import Any, Literal
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import DataError, RecipeError, ResourceError
 from danlu.core.small_files import parse_json, read_small
+from danlu.models.kernel_limits import ROW_MULTIPLE, SHORT_DOCUMENT
 from danlu.planning.cards import nvidia_devices
 from danlu.planning.measured_table import Seconds, Table
 from danlu.planning.product_peak import cpu_model
 
-FORMAT = 1
+FORMAT = 2
 """The format of a profile's file; a change of the tables' meaning raises it."""
 PROFILES = "~/.cache/danlu/machine"
 Device = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-Streamed = Literal["copy", "add", "activation", "activation_backward", "norm", "norm_backward"]
-"""Operations that take as long as their bytes."""
+Streamed = Literal["copy", "new", "add", "activation", "activation_backward", "norm", "norm_backward"]
+"""Operations that take as long as their bytes. copy: into memory that the caches hold; all others make new tensors, as
+a step does, which nothing has written to for long."""
 GROUPED = 512
 """Inputs and outputs of the matrices of which grouped products are measured."""
 _AGAIN = "Measure it again with danlu bench machine"
@@ -157,10 +159,20 @@ class MachineProfile:
     ) -> Seconds:
         """Seconds of causal attention in one document; with as many heads of keys as of queries.
 
+        On a CPU rows are filled up: a document takes as long as one of the next multiple of ROW_MULTIPLE tokens.
+
+        Documents of up to SHORT_DOCUMENT tokens and longer ones are computed by kernels of their own where a profile
+        has tables of both, and seconds of one say nothing about the other: in bfloat16 without AVX512 blocks of
+        products are twenty times slower.
+
         Narrower heads than were measured take as much less time as the narrowest two that were measured say: softmax
         has the same numbers for any width. They take a share of the width at least.
         """
-        table = self._table("attention_backward" if backward else "attention", precision)
+        name = "attention_backward" if backward else "attention"
+        is_apart = length > SHORT_DOCUMENT and f"{name}_long {precision}" in self.tables
+        table = self._table(f"{name}_long" if is_apart else name, precision)
+        if self.machine.device == "cpu":
+            length = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
         narrowest, *wider = table.axes[2]
         if width >= narrowest or not wider:
             return table.at(length, heads, width)
@@ -198,6 +210,14 @@ class MachineProfile:
         latency = self.tables[kind].at(self.tables[kind].axes[0][0])
         rest = max(0.0, seconds - latency) * (1 - 1 / ranks) / (1 - 1 / measured_ranks)
         return Seconds(latency * (ranks - 1) / (measured_ranks - 1) + rest, extrapolated=True)
+
+    def slowed_share(self, count: float) -> float:
+        """The share of the seconds of a collective of `count` bytes by which computation that goes on meanwhile takes
+        longer: 1 where the same processors send, as gloo's threads on a busy CPU; 0 where it was not measured.
+        """
+        if (table := self.tables.get("all_reduce_meanwhile")) is None:
+            return 0.0
+        return min(1.0, table.at(count) / self.tables["all_reduce"].at(count))
 
     def peaks(self) -> dict[str, float]:
         """FLOP/s of the fastest product of each type that was measured."""

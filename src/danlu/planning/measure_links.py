@@ -22,7 +22,7 @@ from danlu.core.errors import ResourceError
 from danlu.core.worker_process import Caller, WorkerProcess, decoded
 from danlu.parallel.comm import Group, new_group
 from danlu.planning.machine_profile import Collective, Machine, MachineProfile
-from danlu.planning.measure_machine import POINT_S, SIZES, Sizes, measure_tables
+from danlu.planning.measure_machine import POINT_S, SIZES, Axis, Sizes, measure_tables
 from danlu.planning.measured_table import Table
 
 _START = "from danlu.planning.measure_links import serve; serve()"
@@ -97,15 +97,19 @@ def serve() -> None:
         world_size=machine.processes,
         timeout=timedelta(seconds=_LIMIT_S),
     )
-    tables = measure_tables(machine.device, request.sizes, request.point_s)
-    tables |= _measure_links(machine, request.sizes)
+    group = new_group("links", range(machine.processes))
+
+    def agreed(axes: list[Axis]) -> list[Axis]:  # so that all measure the same operation at the same time
+        return group.broadcast_object(axes, 0)
+
+    tables = measure_tables(machine.device, request.sizes, request.point_s, agreed)
+    tables |= _measure_links(machine, request.sizes, group)
     caller.reply({name: table.to_json() for name, table in tables.items()})
     caller.receive()  # nothing comes: the caller ends all processes once it has all replies
 
 
-def _measure_links(machine: Machine, sizes: Sizes) -> dict[str, Table]:
+def _measure_links(machine: Machine, sizes: Sizes, group: Group) -> dict[str, Table]:
     """The tables of collectives between all processes; of messages between the first and the second."""
-    group = new_group("links", range(machine.processes))
     device = torch.device(machine.device)
     calls: dict[Collective, Callable[[torch.Tensor], Any]] = {
         "all_reduce": group.sum,
@@ -121,7 +125,32 @@ def _measure_links(machine: Machine, sizes: Sizes) -> dict[str, Table]:
             elements = -(-count // 4 // group.size) * group.size
             seconds.append(_seconds(call, torch.zeros(elements, device=device), count) / (2 if kind == "send" else 1))
         tables[kind] = Table.rising((sizes.message_bytes,), seconds)
+    alone = zip(sizes.message_bytes, tables["all_reduce"].seconds, strict=True)
+    meanwhile = [_seconds_meanwhile(group, torch.zeros(count // 4, device=device), own) for count, own in alone]
+    tables["all_reduce_meanwhile"] = Table.rising((sizes.message_bytes,), meanwhile)
     return tables
+
+
+def _seconds_meanwhile(group: Group, x: torch.Tensor, alone_s: float) -> float:
+    """Seconds by which products that take twice as long as a sum of x take longer while it goes on."""
+    matrix = torch.zeros(256, 256, device=x.device)
+
+    def products(calls: int) -> None:
+        for _ in range(calls):
+            matrix @ matrix
+
+    def sum_and_products(calls: int) -> None:
+        pending = group.sum_async(x)
+        products(calls)
+        pending.wait()
+
+    of_one = _seconds(lambda _: products(8), x, _CALLS_BYTES) / 8
+    calls = group.broadcast_object(max(1, round(2 * alone_s / of_one)), 0)
+    together, apart = (
+        _seconds(lambda _, run=run: run(calls), x, x.nbytes)  # type: ignore[misc]
+        for run in (sum_and_products, products)
+    )
+    return max(1e-9, together - apart)
 
 
 def _seconds(call: Callable[[torch.Tensor], Any], x: torch.Tensor, count: int) -> float:

@@ -2,7 +2,8 @@
 
 Each number is the median of as many calls as fit into its share of the time, after a call that does not count. There
 are two rounds, of which the faster one counts: a burst of other work may last longer than a share. Matrices take turns
-in memory that caches do not hold, as the layers of a model do.
+in memory that caches do not hold, as the layers of a model do; and so do the tensors that passes over memory make: in
+a step an operation's output is not written to where the one before was, as it would be in calls one behind the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from torch import Tensor
 from danlu.core.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.models.grouped_mm import grouped_mm
+from danlu.models.kernel_limits import SHORT_DOCUMENT
 from danlu.models.ops import gated_mlp_activation, rms_norm
 from danlu.numerics.dtypes import DTYPES
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -37,6 +40,7 @@ POINT_S = 0.03
 CEILING_S = 1.5
 """Seconds of the longest call that is measured."""
 _MOST_COPIES = 16  # of a matrix that takes turns
+_MOST_RESULTS = 64  # that are kept
 _WIDTH = 1024  # of the rows of norms and activations
 
 
@@ -48,6 +52,7 @@ class Sizes:
     products: tuple[Axis, Axis, Axis]  # rows, outputs, inputs
     streamed_bytes: Axis
     attention: tuple[Axis, Axis, Axis]  # length, heads, width of a head
+    long_attention: Axis  # lengths of documents that another kernel takes; empty where one kernel takes all
     grouped: tuple[Axis, Axis]  # groups, rows of each
     elements: Axis  # of optimizers and quantized matrices
     message_bytes: Axis
@@ -61,7 +66,8 @@ SIZES: dict[Device, Sizes] = {
         products=((1, 8, 64, 512, 2048), (64, 256, 1024, 4096), (64, 256, 1024, 4096)),
         # New memory beyond some MiB costs page faults in every call, so there are more sizes than caches.
         streamed_bytes=(1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26, 1 << 27),
-        attention=((64, 256, 1024, 2048), (2, 8), (64, 128)),
+        attention=((64, 256, SHORT_DOCUMENT), (2, 8), (64, 128)),
+        long_attention=(1024, 2048),
         grouped=((4, 16), (8, 64, 256)),
         elements=(1 << 14, 1 << 18, 1 << 21, 1 << 24),
         message_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 24),
@@ -72,6 +78,7 @@ SIZES: dict[Device, Sizes] = {
         products=((1, 16, 256, 2048, 8192), (256, 1024, 4096, 8192), (256, 1024, 4096, 8192)),
         streamed_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28, 1 << 30),
         attention=((256, 1024, 4096, 8192), (8, 32), (64, 128)),
+        long_attention=(),
         grouped=((8, 64), (16, 128, 1024)),
         elements=(1 << 16, 1 << 20, 1 << 24, 1 << 27),
         message_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28),
@@ -80,17 +87,30 @@ SIZES: dict[Device, Sizes] = {
 }
 
 
-def measure_tables(device: Device, sizes: Sizes, point_s: float = POINT_S) -> dict[str, Table]:
+def measure_tables(
+    device: Device,
+    sizes: Sizes,
+    point_s: float = POINT_S,
+    agreed: Callable[[list[Axis]], list[Axis]] = lambda axes: axes,
+) -> dict[str, Table]:
     """Measures all tables but those of links, on the current device and with the present number of threads.
 
     All are measured twice, one time after the other, since what else the machine does may last longer than a table.
+
+    agreed: the axes of a table that all of several processes measure, of those that each one chose.
     """
     affordable: dict[str, list[Axis]] = {}
-    first, second = (_measured_once(device, sizes, point_s / 2, affordable) for _ in range(2))
+    first, second = (_measured_once(device, sizes, point_s / 2, affordable, agreed) for _ in range(2))
     return {name: table.fastest(second[name]) for name, table in first.items()}
 
 
-def _measured_once(device: Device, sizes: Sizes, point_s: float, affordable: dict[str, list[Axis]]) -> dict[str, Table]:
+def _measured_once(
+    device: Device,
+    sizes: Sizes,
+    point_s: float,
+    affordable: dict[str, list[Axis]],
+    agreed: Callable[[list[Axis]], list[Axis]],
+) -> dict[str, Table]:
     """Measures all tables. affordable: the axes of each table, which the first round chooses."""
     clock = _Clock(torch.device(device), point_s, sizes.pool_bytes)
     tables: dict[str, Table] = {}
@@ -99,7 +119,8 @@ def _measured_once(device: Device, sizes: Sizes, point_s: float, affordable: dic
         name: str, axes: Sequence[Axis], make: Callable[..., Call], dtype: torch.dtype, powers: Sequence[int] = ()
     ) -> None:
         if name not in affordable:
-            affordable[name] = affordable_axes(axes, powers, lambda size: clock.seconds_of_one(make(*size, dtype)))
+            own = affordable_axes(axes, powers, lambda size: clock.seconds_of_one(make(*size, dtype)))
+            affordable[name] = agreed(own)
         tables[name] = clock.table(affordable[name], make, dtype, powers)
 
     with torch.no_grad():
@@ -111,6 +132,9 @@ def _measured_once(device: Device, sizes: Sizes, point_s: float, affordable: dic
                 measure(f"{name} {precision}", (sizes.streamed_bytes,), partial(streamed, clock), dtype)
             for name, make in (("attention", clock.attention), ("attention_backward", clock.attention_backward)):
                 measure(f"{name} {precision}", sizes.attention, make, dtype, powers=(2, 1, 1))
+                if sizes.long_attention:
+                    axes = (sizes.long_attention, *sizes.attention[1:])
+                    measure(f"{name}_long {precision}", axes, make, dtype, powers=(2, 1, 1))
         measure("adamw", (sizes.elements,), clock.adamw, torch.float32)
         measure("dequantize_nf4", (sizes.elements,), clock.dequantize, torch.float32)
         measure("call", ((1,),), clock.call, torch.float32)
@@ -127,12 +151,12 @@ def affordable_axes(
     """Returns the axes of a table without the sizes of which a call takes more than `ceiling_s`.
 
     A processor without units for half precision takes a minute for a product that it makes in a second in float32.
-    Beyond the axes a table extrapolates, and says so. The first two sizes of each axis stay.
+    Beyond the axes a table extrapolates, and says so. The first size of each axis stays.
 
     powers: the power of each size that the operation's work grows by; 1 where there are none. seconds: of one call at a
     size.
     """
-    kept = [list(axis[:2]) for axis in axes]
+    kept = [list(axis[:1]) for axis in axes]
     growth = list(powers) or [1] * len(axes)
     expected = seconds(tuple(axis[-1] for axis in kept))
     while True:
@@ -239,6 +263,14 @@ class _Clock:
         copies = max(1, min(_MOST_COPIES, self.pool_bytes // (math.prod(shape) * dtype.itemsize)))
         return [self.random(*shape, dtype=dtype) for _ in range(copies)]
 
+    def with_new_results(self, call: Call, count: int) -> Call:
+        """Returns the call with its last results kept, so that each gets memory that caches do not hold.
+
+        count: bytes that a call reads and writes.
+        """
+        results: deque[object] = deque(maxlen=max(1, min(_MOST_RESULTS, self.pool_bytes // 4 // count)))
+        return lambda turn: results.append(call(turn))
+
     def product(self, m: int, n: int, k: int, dtype: torch.dtype) -> Call:
         """The product of a linear layer, [m, k] x [n, k]."""
         x, weights = self.random(m, k, dtype=dtype), self.rotated(n, k, dtype=dtype)
@@ -268,6 +300,9 @@ class _Clock:
     def _attention_operands(
         self, length: int, heads: int, width: int, dtype: torch.dtype
     ) -> tuple[PackedAttention, Tensor, Tensor, Tensor]:
+        # Documents are hardly ever as long as blocks of rows, and filling these up takes up to 40 % of a short one.
+        if self.device.type == "cpu":
+            length -= 3
         q, k, v = (self.random(length, heads, width, dtype=dtype) for _ in range(3))
         return PackedAttention((0, length)), q, k, v
 
@@ -318,28 +353,32 @@ def _copy(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
     return lambda turn: y.copy_(x)
 
 
+def _new(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
+    x, _ = _rows(clock, count, 2, dtype)
+    return clock.with_new_results(lambda turn: x * x, count)
+
+
 def _add(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
-    x, y, like = _rows(clock, count, 3, dtype)
-    out = torch.zeros_like(like)
-    return lambda turn: torch.add(x, y, out=out)
+    x, y, _ = _rows(clock, count, 3, dtype)
+    return clock.with_new_results(lambda turn: x + y, count)
 
 
 def _activation(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
     gate, up, _ = _rows(clock, count, 3, dtype)
-    return lambda turn: gated_mlp_activation(gate, up, "silu")
+    return clock.with_new_results(lambda turn: gated_mlp_activation(gate, up, "silu"), count)
 
 
 def _activation_backward(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
     gate, up, gradient, *_ = _rows(clock, count, 5, dtype)
     with torch.enable_grad():
         y = gated_mlp_activation(gate.requires_grad_(), up.requires_grad_(), "silu")
-    return lambda turn: torch.autograd.grad(y, (gate, up), gradient, retain_graph=True)
+    return clock.with_new_results(lambda turn: torch.autograd.grad(y, (gate, up), gradient, retain_graph=True), count)
 
 
 def _norm(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
     x, _ = _rows(clock, count, 2, dtype)
     weight = clock.random(_WIDTH, dtype=dtype)
-    return lambda turn: rms_norm(x, weight, 1e-6)
+    return clock.with_new_results(lambda turn: rms_norm(x, weight, 1e-6), count)
 
 
 def _norm_backward(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
@@ -347,11 +386,12 @@ def _norm_backward(clock: _Clock, count: int, dtype: torch.dtype) -> Call:
     weight = clock.random(_WIDTH, dtype=dtype).requires_grad_()
     with torch.enable_grad():
         y = rms_norm(x.requires_grad_(), weight, 1e-6)
-    return lambda turn: torch.autograd.grad(y, (x, weight), gradient, retain_graph=True)
+    return clock.with_new_results(lambda turn: torch.autograd.grad(y, (x, weight), gradient, retain_graph=True), count)
 
 
 _STREAMED: dict[str, Callable[..., Call]] = {
     "copy": _copy,
+    "new": _new,
     "add": _add,
     "activation": _activation,
     "activation_backward": _activation_backward,

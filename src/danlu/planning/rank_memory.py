@@ -174,17 +174,27 @@ def _weight_delay(workload: Workload, stage: int) -> int:
     return section.stages - 1 - (0 if section.vertical_sync else stage)
 
 
-def chunks_step(workload: Workload, chunks: Chunks, device_type: str, kernels: Kernels, micro: int) -> StepEstimate:
-    """The activations and logits of a micro-batch in the local chunks, as if they were one behind the other."""
-    recipe, critic = workload.recipe, None
+def chunks_step(
+    workload: Workload, chunks: Chunks, device_type: str, kernels: Kernels, micro: int, *, chunk: int | None = None
+) -> StepEstimate:
+    """The activations and logits of a micro-batch in the local chunks, as if they were one behind the other.
+
+    chunk: the one of them that it is of; None: all. Segments of `recompute: every` are as long as all of them say.
+    """
+    recipe, critic, plan = workload.recipe, None, workload.recompute(chunks)
+    if chunk is not None:
+        chunks = replace(chunks, local=(chunk,))
+        plan = [entry for entry in plan if entry.layer in chunks.layers[chunk]]
     if value_share(recipe) in ("base", "none"):
-        of_critic = workload.critic or workload.config
-        own = chunks if workload.critic is None else workload.chunks(0, of_critic)
-        critic = CriticPass(stage_config(of_critic, own), workload.recompute(own))
+        if workload.critic is None:
+            critic = CriticPass(stage_config(workload.config, chunks), plan)
+        else:
+            own = workload.chunks(0, workload.critic)
+            critic = CriticPass(stage_config(workload.critic, own), workload.recompute(own))
     return StepEstimate(
         recipe,
         stage_config(workload.config, chunks),
-        plan=workload.recompute(chunks),
+        plan=plan,
         micro=micro,
         device_type=device_type,
         kernels=kernels,

@@ -36,11 +36,11 @@ def embedding_work(
     gradients: tuple[Primitive, ...] = ()
     sums: tuple[Primitive, ...] = ()
     if trained:
-        gradients = (Moved(tokens * width * (element_bytes + 3 * _FLOAT32)),)
+        gradients = (Moved(tokens * width * (element_bytes + 3 * _FLOAT32), "new"),)
         if not sparse:
-            gradients += (Moved(rows * width * _FLOAT32),)
+            gradients += (Moved(rows * width * _FLOAT32, "new"),)
             sums = (Moved(3 * rows * width * _FLOAT32, "add"),)
-    return OperationWork("embed_tokens", "embedding", (Moved(looked_up),), (), gradients, sums)
+    return OperationWork("embed_tokens", "embedding", (Moved(looked_up, "new"),), (), gradients, sums)
 
 
 def own_embeddings_work(
