@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models, tiny_model
 from torch import Tensor
 
 from danlu.assembly import factor_folding
@@ -52,10 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
+    return saved_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
 def packs_of(count: int, tokens: int = 32, vocabulary: int = 64) -> list[Pack]:

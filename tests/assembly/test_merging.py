@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
 from builders.tiny_adapters import DOCUMENTS, logits
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -54,10 +54,9 @@ SECTIONS: list[tuple[str, Any]] = [
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
+    folders = saved_models(folder, FAMILIES)
     save(tiny_model(seed=5, attention_bias=True), folder / "other")
-    return {name: folder / name for name in (*FAMILIES, "other")}
+    return {**folders, "other": folder / "other"}
 
 
 def size_of(section: Any) -> float:

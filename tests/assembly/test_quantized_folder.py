@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders.exported_folders import FAMILIES, export, linears_of
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,10 +34,7 @@ FORMATS: dict[Export, Format] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
+    return saved_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
 def read_back(folder: Path, names: set[str]) -> dict[str, Tensor]:

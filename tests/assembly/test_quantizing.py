@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders.adapter_folders import adapter_folder, changed
 from builders.tiny_adapters import DOCUMENTS, logits
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -45,10 +45,7 @@ TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manu
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
+    return saved_models(tmp_path_factory.mktemp("bases"), FAMILIES)
 
 
 def theirs(folder: Path) -> Tensor:

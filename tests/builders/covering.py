@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
+
+import pytest
+
+
+def fast(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Cases as parameters: those of `chosen` are of the fast tests, all others of the slow ones.
+
+    A case of several parameters is a tuple.
+    """
+    every = list(cases)
+    assert all(one in every for one in chosen), "a case that is chosen is none of them"
+    return [
+        one if one in chosen else pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow)
+        for one in every
+    ]
+
+
+def fast_pairs(*values: Collection[Any]) -> list[Any]:
+    """The whole product as parameters, of which those of `covering` are of the fast tests."""
+    return fast(itertools.product(*values), *covering(*values))
 
 
 def covering(*values: Collection[Any], strength: int = 2) -> list[tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
+from danlu.models.saving import save
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build as build_optimizer
 from danlu.optim.ema import Ema
@@ -51,6 +52,13 @@ def tiny_model(seed: int = 0, **changes: Any) -> Decoder:
     model = build(tiny_config(**changes))
     initialize(model, seed)
     return model
+
+
+def saved_models(folder: Path, families: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+    """A `tiny_model` for each name with these changes of its config, saved below `folder`; returns their folders."""
+    for name, changes in families.items():
+        save(tiny_model(**changes), folder / name)
+    return {name: folder / name for name in families}
 
 
 class SyntheticPacks:

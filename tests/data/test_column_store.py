@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.logged import logged
 
 from danlu.core.errors import ResourceError
 from danlu.data import column_store
@@ -47,9 +48,7 @@ def test_columns_come_back_by_the_number_of_the_sample(tmp_path: Path) -> None:
         assert np.array_equal(columns["ids"], np.stack([want, -want], 1)) and columns["ids"].dtype == np.int32
 
 
-def test_blocks_that_are_damaged_truncated_or_missing_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_that_are_damaged_truncated_or_missing_are_told(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     for number in range(4):
         store.write(number, values_of(store, number))
@@ -59,8 +58,9 @@ def test_blocks_that_are_damaged_truncated_or_missing_are_told(
     files[0].write_bytes(content)
     files[1].write_bytes(files[1].read_bytes()[:-1])
     files[3].unlink()
-    assert store_of(tmp_path).missing() == [0, 1, 3]
-    assert "its content is not what was written" in caplog.text and "bytes, expected" in caplog.text
+    with logged() as text:
+        assert store_of(tmp_path).missing() == [0, 1, 3]
+    assert "its content is not what was written" in text.getvalue() and "bytes, expected" in text.getvalue()
 
 
 def test_another_key_is_another_folder(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.inline_workers import InlineWorkers
 
 from danlu.core.errors import DataError
 from danlu.data.demo_data import conversations, pretraining_documents
@@ -85,7 +86,9 @@ def test_the_output_does_not_depend_on_the_number_of_workers_and_progress_is_rep
     monkeypatch.setattr("danlu.data.tokenizing.CHUNK_ROWS", 32)
     path = write(tmp_path / "chat.jsonl", conversations(0, 330))  # more chunks than one process is given at first
     seen: list[int] = []
-    one = ready(tokenizer, tmp_path / "one", path, workers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("danlu.data.prepare.WorkerPool", InlineWorkers)
+        one = ready(tokenizer, tmp_path / "one", path, workers=1)
     two = ready(tokenizer, tmp_path / "two", path, workers=2, progress=lambda done, total: seen.append(done))
     assert one.train is not None and two.train is not None and seen[-1] == 330
     assert contents(one.train) == contents(two.train)
@@ -115,29 +118,25 @@ def test_statistics_count_what_is_there(tokenizer: Path, cache: Path, chat: Path
     )
 
 
-SECOND_RUN = """
+PREPARED_TWICE = """
 import json, sys
 from danlu.data.prepare import DatasetSpec, prepare
 from danlu.recipe.sections import Data, Source
 path, tokenizer, cache = sys.argv[1:]
 data = Data(train=[Source(path=path)], cache=cache)
-prepared = prepare(DatasetSpec(data, "sft", tokenizer, chat_template=None, seed=0))
-loaded = {name.partition(".")[0] for name in sys.modules}
-heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & loaded
-print(json.dumps([len(prepared.train), sorted(heavy)]))
+for _ in range(2):
+    prepared = prepare(DatasetSpec(data, "sft", tokenizer, chat_template=None, seed=0))
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & loaded
+    print(json.dumps([len(prepared.train), sorted(heavy)]))
 """
 
 
-@pytest.mark.parametrize("state", ["empty", "full"])
-def test_no_tokenizer_library_in_this_process(
-    tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, state: str
-) -> None:
-    if state == "full":
-        ready(tokenizer, cache, chat)
-    folder = cache if state == "full" else tmp_path
-    command = [sys.executable, "-c", SECOND_RUN, str(chat), str(tokenizer), str(folder)]
+def test_no_tokenizer_library_in_this_process(tokenizer: Path, chat: Path, tmp_path: Path) -> None:
+    """Neither where rows are tokenised nor where they are in the cache."""
+    command = [sys.executable, "-c", PREPARED_TWICE, str(chat), str(tokenizer), str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=None)
-    assert json.loads(ran.stdout) == [60, []]
+    assert [json.loads(line) for line in ran.stdout.splitlines()] == [[60, []], [60, []]]
 
 
 def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.logged import logged
 
 from danlu.core.errors import ResourceError
 from danlu.data import token_cache
@@ -136,13 +136,11 @@ def _flip(path: Path, at: int) -> None:
         (lambda folder: (folder / "statistics.json").write_text("{"), "Expecting property name"),
     ],
 )
-def test_damage_is_noticed_and_repaired(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], said: str
-) -> None:
+def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
     damage(TokenCache(tmp_path).get("rows", {}, writes(block(1))).folder)
-    with caplog.at_level(logging.WARNING):
+    with logged() as text:
         store = TokenCache(tmp_path).get("rows", {}, writes(block(1)))
-    assert said in caplog.text and "tokenising again" in caplog.text
+    assert said in text.getvalue() and "tokenising again" in text.getvalue()
     assert_same(store, block(1))
     assert_same(TokenCache(tmp_path).get("rows", {}, refuses), block(1))
 
@@ -223,7 +221,7 @@ def test_a_killed_run_leaves_nothing_the_next_one_sees(tmp_path: Path) -> None:
     assert_same(store, block(2))
 
 
-def test_the_second_of_two_runs_waits_and_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_second_of_two_runs_waits_and_reads(tmp_path: Path) -> None:
     with _start(tmp_path) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "building\n"
@@ -231,10 +229,10 @@ def test_the_second_of_two_runs_waits_and_reads(tmp_path: Path, caplog: pytest.L
         assert len(list(tmp_path.glob("*.unfinished"))) == 1, "work in progress was removed"
         stores: list[TokenStore] = []
         waiting = threading.Thread(target=lambda: stores.append(TokenCache(tmp_path).get("rows", {}, refuses)))
-        with caplog.at_level(logging.WARNING):
+        with logged() as text:
             waiting.start()
             waiting.join(0.3)
-            assert waiting.is_alive() and "waiting for it" in caplog.text
+            assert waiting.is_alive() and "waiting for it" in text.getvalue()
             process.stdin.write("\n")
             process.stdin.flush()
             waiting.join(20)

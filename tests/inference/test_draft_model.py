@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from builders.covering import fast
 
 from danlu.core.errors import ModelError
 from danlu.inference.draft_model import DraftModelProposer
@@ -19,6 +21,7 @@ from danlu.planning.cache_memory import block_bytes
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)
+DRAWN = SamplingOptions(seed=2)
 PROMPTS = [[3, 9, 4, 3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17], list(range(40))]
 NGRAM, MODEL = DraftOptions(tokens=3), DraftOptions(kind="model", tokens=3)
 
@@ -78,8 +81,10 @@ def test_greedy_answers_with_a_draft_model_are_those_without(small_decoder, kind
         assert engine.statistics.passes < plain.statistics.passes * 0.7
 
 
-@pytest.mark.parametrize("draft", [NGRAM, MODEL], ids=["ngram", "model"])
-@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("draft", "preempt"),
+    fast(itertools.product([NGRAM, MODEL], ["recompute", "swap"]), (NGRAM, "recompute"), (MODEL, "swap")),
+)
 def test_drafts_survive_preemption_and_neighbours(small_decoder, draft, preempt):
     """Each answer alone, with all the room there is, and together with others in a small cache."""
     model = small_decoder()
@@ -122,8 +127,9 @@ def test_drafts_survive_restarts_and_states(small_decoder, draft):
     check_same(sorted(completions, key=lambda completion: completion.number), expected)
 
 
-@pytest.mark.parametrize("draft", [NGRAM, MODEL], ids=["ngram", "model"])
-@pytest.mark.parametrize("batch_tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("draft", "batch_tokens"), fast(itertools.product([NGRAM, MODEL], [1, 4]), (MODEL, 1), (NGRAM, 4))
+)
 def test_answers_with_more_drafts_than_a_pass_has_tokens_are_those_without(small_decoder, batch_tokens, draft):
     model = small_decoder()
     asked = requests(GREEDY, 12)
@@ -184,8 +190,9 @@ def draft_sequence(number, tokens, limit=3, options=GREEDY, virtual=0):
     return DraftSequence(number, tokens, 2 + virtual, limit, DrawRow(options, number, 0, len(tokens)), virtual, 0)
 
 
-@pytest.mark.parametrize("options", [GREEDY, SamplingOptions(seed=2)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("blocks", [12, 100])
+@pytest.mark.parametrize(
+    ("options", "blocks"), fast(itertools.product([GREEDY, DRAWN], [12, 100]), (DRAWN, 12), (GREEDY, 100))
+)
 def test_a_draft_models_cache_changes_no_proposal(small_decoder, options, blocks):
     """Texts that grow by what was proposed and by other tokens, in a pool with room for two of five and for all."""
     draft_model = small_decoder()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from builders.covering import fast
 from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
 from builders.tiny_adapters import adapter_set, perturb
 
@@ -16,11 +19,18 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.recipe.sections import Lora
 
+KINDS = ("llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts")
+
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"]
+    ("kind", "options"),
+    fast(
+        itertools.product(KINDS, [GREEDY, SAMPLED]),
+        *((kind, SAMPLED) for kind in KINDS),
+        ("window", GREEDY),
+        ("latent", GREEDY),
+    ),
 )
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
     model = small_decoder(kind)
     asked = requests(options, 16, samples=2)
@@ -110,7 +120,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("kind", TWINS)
+@pytest.mark.parametrize(
+    "kind",
+    fast(TWINS, "softcap", "qk-norm", "two-rotations", "parallel-windows", "rotated-pairs", "unrotated", "temperature"),
+)
 def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
     from transformers import AutoModelForCausalLM
 

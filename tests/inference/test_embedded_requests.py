@@ -151,7 +151,8 @@ class Interrupted(BaseException):
     """As Ctrl-C is."""
 
 
-def test_interrupted_anywhere_nothing_is_lost_or_told_twice(small_decoder):
+@pytest.mark.parametrize("stride", [pytest.param(61, marks=pytest.mark.slow), 211])
+def test_interrupted_anywhere_nothing_is_lost_or_told_twice(small_decoder, stride):
     """The n-th line that runs within steps is interrupted, for n over a whole generation."""
     model, asked = small_decoder(), requests(SAMPLED, 4, prompts=[[3, 9, 4], [7]], samples=2)
     expected = EmbeddedEngine(model, decode=decode).generate(asked)
@@ -186,7 +187,7 @@ def test_interrupted_anywhere_nothing_is_lost_or_told_twice(small_decoder):
 
     place, count = 1, 0
     while interrupt_at(place):
-        place, count = place + 61, count + 1
+        place, count = place + stride, count + 1
     assert count > 15, "the steps were interrupted at many places"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.covering import fast
 from builders.tiny_adapters import adapter_set, perturb
 
 from danlu.assembly.arithmetic import set_arithmetic
@@ -121,10 +123,19 @@ PACKED_AS = {"T1": (as_documents, as_trees), "T0.7": (as_trees,), "top-p": (as_d
 """How the answers of each way of sampling are laid out for training, which knows no sampling but its temperature."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ATTENTIONS = (
+    "llama", "window", "sliding", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "kind",
-    ["llama", "window", "sliding", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"],
+    ("kind", "dtype"),
+    fast(
+        itertools.product(ATTENTIONS, [torch.float32, torch.bfloat16]),
+        *((kind, torch.float32) for kind in ATTENTIONS),
+        *((kind, torch.bfloat16) for kind in ("softcap", "latent", "experts")),
+    ),
+    ids=str,
 )
 def test_the_gap_is_nothing(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     model = small_decoder(kind, vocab_size=VOCABULARY)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from builders.covering import fast
 from builders.tiny_adapters import adapter_set, perturb
 from torch import Tensor
 
@@ -20,10 +22,18 @@ from danlu.models.initialize import initialize
 from danlu.models.rope_config import DynamicScaling
 from danlu.recipe import sections
 
+KINDS = ("llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts")
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
 @pytest.mark.parametrize(
-    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"]
+    ("kind", "dtype"),
+    fast(
+        itertools.product(KINDS, [torch.float32, torch.bfloat16]),
+        *((kind, torch.float32) for kind in KINDS),
+        ("softcap", torch.bfloat16),
+        ("experts", torch.bfloat16),
+    ),
+    ids=str,
 )
 def test_it_is_silent_where_they_hold(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     check_exact(small_decoder(kind), dtype)

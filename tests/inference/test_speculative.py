@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from builders.chi_square import chi_square_p
+from builders.covering import fast
 
 from danlu.inference.penalties import SeenTokens, TokenCounts
 from danlu.inference.request import SamplingOptions
@@ -165,8 +168,13 @@ def pair_probabilities(table, prompt, options) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("options", [option for option in OPTIONS if option.temperature > 0])
-@pytest.mark.parametrize("wrong", [False, True])
+DRAWN = [option for option in OPTIONS if option.temperature > 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    fast(itertools.product(DRAWN, [False, True]), *((one, False) for one in DRAWN), (DRAWN[0], True)),
+)
 def test_tokens_with_a_draft_model_follow_the_distribution(options, wrong, monkeypatch):
     """Two tokens behind a known one, over many requests; a rule that keeps every proposal is the control."""
     if wrong:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.recompute import LAYERS, RecomputeCase, Step, adapted, full, same, step
 from builders.recompute_worker import resident_bytes
 from torch import Tensor
@@ -43,8 +45,14 @@ def to_files(folder: Path) -> ActivationOffload:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("base", ["full", "dora-dropout", "prefix", "qlora"])
+@pytest.mark.parametrize(
+    ("base", "kind"),
+    fast(
+        itertools.product(["full", "dora-dropout", "prefix", "qlora"], KINDS),
+        *zip(["full", "dora-dropout", "prefix", "qlora"], itertools.cycle(KINDS), strict=False),
+        ("full", KINDS[-1]),
+    ),
+)
 def test_the_bits_are_those_of_activations_that_stay(tmp_path: Path, base: str, kind: Kind | None) -> None:
     quantize = FourBitWeight.quantize if base == "qlora" else None
     made = full() if base == "full" else adapted("lora-dropout" if base == "qlora" else base, quantize)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import pairwise
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.process_group import run_group
 from builders.recompute import (
     ADAPTERS,
@@ -61,10 +63,22 @@ def unwrap(model: Decoder) -> None:
     model.recomputed_attention = frozenset()
 
 
-@pytest.mark.parametrize("base", sorted(BASES))
-def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
+FEW, EVERY = ("mixed", "every-3"), tuple(PLANS)
+
+
+@pytest.mark.parametrize(
+    ("base", "every"),
+    fast(
+        itertools.product(sorted(BASES), [False, True]),
+        *((base, False) for base in BASES if base not in ("biased", "qdora")),
+        ("biased", True),
+        ("qdora", True),
+    ),
+)
+def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str, every: bool) -> None:
+    """With plans that have every kind and segments; or with every plan, and the former in bfloat16 too."""
     made = BASES[base]()
-    for dtype, plans in ((torch.float32, list(PLANS)), (torch.bfloat16, ["mixed", "every-3"])):
+    for dtype, plans in ((torch.float32, EVERY), (torch.bfloat16, FEW)) if every else ((torch.float32, FEW),):
         before = step(made, dtype)
         for name in plans:
             plan = PLANS[name]

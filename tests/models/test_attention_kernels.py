@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.reference_attention import (
     BOUNDARIES,
     CHAINS,
@@ -247,7 +248,7 @@ def test_torchs_own_flex_attention_gives_the_same_values(window: int | None, tre
     torch.testing.assert_close(packed(0, tensors[0], Keys(tuple(tensors[1:])), **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 5.0)])
+@pytest.mark.parametrize(("window", "softcap"), fast([(None, None), (3, 5.0)], (3, 5.0)))
 def test_flex_attention_is_traced_as_a_whole_forward_and_backward(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

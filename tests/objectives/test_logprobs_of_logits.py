@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.covering import fast_pairs
 from torch import Tensor
 
 from danlu.numerics.batch_invariant import batch_invariant
@@ -43,10 +44,10 @@ def one_by_one(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("confined", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "temperature", "confined"),
+    fast_pairs([torch.float32, torch.bfloat16], [None, 5.0], [1.0, 0.7], [False, True]),
+)
 def test_they_are_equal(dtype: torch.dtype, softcap: float | None, temperature: float, confined: bool) -> None:
     hidden, head, targets, support = problem(dtype)
     options = {"temperature": temperature, "support": support if confined else None, "softcap": softcap}

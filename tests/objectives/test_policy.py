@@ -226,7 +226,7 @@ def differs(seen: Seen, wanted: Seen) -> bool:
     return not (same and same_metrics)
 
 
-@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_micro_batches_change_nothing(whole: dict[str, Seen], micro: int) -> None:
     seen = see(list(OBJECTIVES), micro)
     assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.preference_samples import judged, pair, preference_learner, step_gradients
 from builders.worst_errors import worst_relative_error
 from pydantic import TypeAdapter
@@ -87,7 +88,7 @@ def test_it_is_what_trl_makes_of_it(vectors: Vectors, case: str) -> None:
     assert worst_relative_error(gradients, expected) < CLOSE
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast(CASES, *list(CASES)[::3]))  # a control of the comparison, not of the cases
 def test_another_beta_or_the_answers_the_other_way_round_are_seen(vectors: Vectors, case: str) -> None:
     wanted, items = CASES[case], items_of(case)
     expected = vectors.gradients(case, vectors.model("policy"))

@@ -8,12 +8,14 @@ T packed tokens · D model width · R rotated features of a head
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.device_moves import Move, recorded
 from builders.small_config import small_config
 from builders.small_experts import DEEPSEEK_V3, MIXTRAL, experts_config
@@ -109,8 +111,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("device_map", [SPLIT, THERE_AND_BACK], ids=["split", "there and back"])
+@pytest.mark.parametrize(
+    ("case", "device_map"),
+    fast(
+        itertools.product(CASES, [SPLIT, THERE_AND_BACK]),
+        *zip(CASES, itertools.cycle([SPLIT, THERE_AND_BACK]), strict=False),
+    ),
+)
 def test_the_bits_are_those_of_one_device(case: str, device_map: DeviceMap) -> None:
     loss, gradients = step(learner_of(device_map=None, **CASES[case])[0], TWO_PACKS)
     if CASES[case]["config"].tie_word_embeddings:
@@ -169,8 +176,10 @@ WITHOUT_VALUES = [name for name, case in CASES.items() if "balancing" not in cas
 """Cases whose layers read no values on the host."""
 
 
-@pytest.mark.parametrize("name", ON_META)
-@pytest.mark.parametrize("case", WITHOUT_VALUES)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    fast(itertools.product(WITHOUT_VALUES, ON_META), *zip(WITHOUT_VALUES, itertools.cycle(ON_META), strict=False)),
+)
 def test_all_that_meets_is_on_one_device(case: str, name: str) -> None:
     device_map = ON_META[name]
     if case in ("prefix", "prompt"):  # virtual tokens are looked for among the tokens' values
