@@ -13,6 +13,7 @@ from builders.small_layers import FEEDS, MIXERS
 from danlu.models.config import ModelConfig
 from danlu.planning.batch_shape import BatchShape, ContextCut, DocumentRun, RankShare
 from danlu.planning.cards import Card, find_card
+from danlu.planning.chunk_costs import LayerTimes
 from danlu.planning.flops import DecoderFlops
 from danlu.planning.layer_graph import LayerGraph, LayerTraining, LowRankAdapter
 from danlu.planning.layer_seconds import layer_seconds
@@ -255,3 +256,17 @@ def test_a_profile_answers_from_its_tables() -> None:
     seconds = PassSeconds.of([work], speeds)
     assert seconds.forward == pytest.approx(14e-6 + 3e-4 + 4e-6) and seconds.extrapolated
     assert speeds.call() == 2e-6
+
+
+@pytest.mark.parametrize("mixer", ["grouped", "latent"])
+def test_kinds_of_recomputation_share_the_seconds_of_operations(mixer: str) -> None:
+    """Whichever is asked for first; control: seconds of another kind differ."""
+    speeds = CardSpeeds(find_card("H100-80G"))
+    known = LayerTimes(speeds)
+    base = graph_of(mixer)
+    adapted = replace(base, training=LayerTraining(weights=False, adapters=(("attention.o_proj", LowRankAdapter(4)),)))
+    for graph in (base, adapted):
+        kinds = [replace(graph, recompute=kind) for kind in ("full", "selective", "none", "elementwise")]
+        alone = [layer_seconds(each, speeds) for each in kinds]
+        assert [known.of(each, 1) for each in kinds] == alone
+        assert len({each.recompute for each in alone}) > 2
