@@ -82,7 +82,7 @@ def test_short_names(read: Callable[..., Recipe], name: str) -> None:
 
 def test_every_objective_of_the_stage_has_a_short_name() -> None:
     assert {name for name, (stage, _) in OBJECTIVE_NAMES.items() if stage == "rl"} == {*KINDS, "online-dpo"}
-    assert set(KINDS) <= set(schema()["else"]["properties"]["stage"]["enum"])
+    assert set(KINDS) <= set(schema()["else"]["else"]["properties"]["stage"]["enum"])
 
 
 def test_an_objective_without_a_kind_is_that_of_the_stage(read: Callable[..., Recipe]) -> None:
@@ -663,6 +663,14 @@ def test_rollouts_that_round_are_corrected_by_default(read: Callable[..., Recipe
     usual = read(rollout="{cache: auto}").policy_gradient
     assert usual is None or usual.importance is None
     assert problems(read, rollout=rollout, stage="online-dpo") == []
+
+
+@pytest.mark.parametrize("precision", ["fp8", "{kind: fp8, recipe: row}"])
+def test_training_in_8_bits_is_corrected_by_default(read: Callable[..., Recipe], precision: str) -> None:
+    corrected = read(precision=precision).policy_gradient
+    assert corrected is not None and corrected.importance is not None
+    exact = read(precision=precision, numerics="exact").policy_gradient
+    assert exact is None or exact.importance is None
 
 
 @pytest.mark.parametrize(

@@ -90,26 +90,36 @@ def expand_defaults(tree: Node) -> None:
 
 
 def expand_importance(tree: Node) -> None:
-    """Writes `importance: token` into the policy gradient of a recipe in full form, in place, where `rollout.precision`
-    or `rollout.cache` rounds and the recipe says nothing of it. `importance: null` leaves it out.
+    """Writes `importance: token` into the policy gradient of a recipe in full form, in place, where trainer and rollout
+    round differently (`rollout.precision`, `rollout.cache`, `precision: fp8`) and the recipe says nothing of it.
+    `importance: null` leaves it out.
     """
-    stage, rollout, objective = (tree.child(name) for name in ("stage", "rollout", "objective"))
-    if stage is None or stage.value != "rl" or rollout is None:
+    stage, objective, numerics = (tree.child(name) for name in ("stage", "objective", "numerics"))
+    if stage is None or stage.value != "rl" or (numerics is not None and numerics.value == "exact"):
         return
-    written = [(key, rollout.child(key)) for key in ("precision", "cache")]
-    rounding = [(key, node) for key, node in written if node is not None and node.value in ("int8", "fp8")]
-    if not rounding:
+    rounding = _rounding_of_rl(tree)
+    if rounding is None:
         return
-    key, node = rounding[0]
-    origin = replace(node.origin, default_of=f"rollout.{key}: {node.value}")
+    key, node = rounding
+    kind = node.child("kind") or node
+    origin = replace(node.origin, default_of=f"{key}: {kind.value}")
     assert isinstance(tree.value, dict), "a recipe is a mapping"
     if objective is None or objective.value is None:
         objective = tree.value["objective"] = Node([Node({"kind": Node(Grpo().kind, origin)}, origin)], origin)
     for term in objective.value if isinstance(objective.value, list) else []:
-        kind = term.child("kind")
-        variant = None if kind is None else variants_of(Objective).get(str(kind.value))
+        name = term.child("kind")
+        variant = None if name is None else variants_of(Objective).get(str(name.value))
         if variant is not None and issubclass(variant, PolicyGradientSection) and isinstance(term.value, dict):
             term.value.setdefault("importance", Node({"level": Node("token", origin)}, origin))
+
+
+def _rounding_of_rl(tree: Node) -> tuple[str, Node] | None:
+    """The first key by which rollouts round otherwise than the trainer, and its node."""
+    for key in ("rollout.precision", "rollout.cache", "precision"):
+        node, is_written = tree.nearest(key)
+        if is_written and (node.child("kind") or node).value in ("int8", "fp8"):
+            return key, node
+    return None
 
 
 def stage_values(name: str, *, has_adapter: bool, optimizer: object = "adamw") -> Iterator[tuple[str, Any]]:
