@@ -91,6 +91,8 @@ def test_a_profile_of_another_machine_is_refused_under_this_ones_name(tmp_path: 
 def test_this_machines_newest_profile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert MachineProfile.here(folder=tmp_path, device="cpu") is None
+    (tmp_path / "older.json").write_text(json.dumps({"format": machine_profile.FORMAT - 1}))
+    assert MachineProfile.here(folder=tmp_path, device="cpu") is None
     here = machine_here("cpu", threads=4)
     for machine, minute in (
         (here, 1),

@@ -38,6 +38,10 @@ GROUPED = 512
 _AGAIN = "Measure it again with danlu bench machine"
 
 
+class _OlderProfileError(DataError):
+    """A file is a profile in a format that this danlu does not read any more."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The machine that a profile is of: all that changes its speed."""
@@ -80,6 +84,9 @@ class MachineProfile:
         file = Path(file)
         try:
             content = parse_json(read_small(file))
+            if isinstance(content["format"], int) and content["format"] < FORMAT:
+                reason = f"format {content['format']}, and this danlu reads {FORMAT}"
+                raise _OlderProfileError(f"{file}: a profile of an older danlu ({reason}). {_AGAIN}")
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, and this danlu reads {FORMAT}")
             machine = Machine(**content["machine"])
@@ -101,7 +108,8 @@ class MachineProfile:
         """Returns the newest profile of this machine, without importing torch; None where it was not measured.
 
         threads: of each process; None: OMP_NUM_THREADS where it is set, else any number. device: None is a GPU where
-        nvidia-smi shows one. Raises DataError for a torn file where there is no other.
+        nvidia-smi shows one. Profiles of an older danlu are passed over. Raises DataError for a torn file where there
+        is no other.
         """
         if threads is None and (set_threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
             threads = int(set_threads)
@@ -111,6 +119,8 @@ class MachineProfile:
         for file in sorted(Path(folder).expanduser().glob("*.json")):
             try:
                 profile = cls.read(file)
+            except _OlderProfileError:
+                continue
             except DataError as error:
                 torn = error
                 continue
