@@ -359,7 +359,7 @@ def test_a_folder_of_another_base_is_refused(bases: dict[str, Path], tmp_path: P
     ("change", "said"),
     [
         ({"peft_type": "POLY"}, "peft_type 'POLY' is not supported; supported: .*LORA"),
-        ({"use_qalora": True}, "use_qalora is True, which danlu does not support"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}, which danlu does not support"),
         ({"target_parameters": ["mlp.experts.up"]}, "target_parameters has 'mlp.experts.up'; of stacked parameters"),
         ({"target_parameters": "experts.down_proj"}, "target_parameters is .*; expected names of parameters"),
     ],

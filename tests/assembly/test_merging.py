@@ -270,7 +270,7 @@ def test_another_base_is_refused_unless_forced(bases: dict[str, Path], tmp_path:
     with pytest.raises(ModelError, match="the adapter is of another base"):  # shapes are never forced
         merge([widened(folder, "down_proj.lora_B")], tmp_path / "never", force=True)
     with pytest.raises(ModelError, match="which danlu does not support"):
-        merge([changed(folder, "adapter_config.json", use_qalora=True)], tmp_path / "never")
+        merge([changed(folder, "adapter_config.json", use_bdlora={"nblocks": 2})], tmp_path / "never")
     with pytest.raises(ModelError, match="peft_type 'POLY' is not supported"):
         merge([changed(folder, "adapter_config.json", peft_type="POLY")], tmp_path / "never")
 

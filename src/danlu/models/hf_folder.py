@@ -316,7 +316,7 @@ def stored_tensors(
     layouts: how the folder stores its quantized weights, where its config.json names one of `CODED_METHODS`.
     Raises ModelError as `read_tensors`, and as `fp8_block`.
     """
-    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    values = _config_values(folder)
     own = _own_tensors(folder, config)
     locations = {name: location for name, (_, location) in own.items()}
     scaled, problems = with_scaled(locations, fp8_block(values, str(folder / CONFIG)))
@@ -324,6 +324,11 @@ def stored_tensors(
         return {**scaled}, problems
     stored, apart = with_codes(scaled, layouts, lambda name: own[name][0])
     return stored, problems + apart
+
+
+def _config_values(folder: Path) -> dict[str, Any]:
+    """The values of a folder's config.json; none where a folder has weights alone."""
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
@@ -397,7 +402,7 @@ def check_headers(
             problems.append(f"{name} in {location.file.name}: not a tensor of this {config.family} model")
     if not problems:
         return stored
-    if layouts is None and (method := quantization_method(read_json(folder / CONFIG))) in CODED_METHODS:
+    if layouts is None and (method := quantization_method(_config_values(folder))) in CODED_METHODS:
         raise ModelError(f"{folder}: its weights are stored as {method}; here the original weights are needed")
     if len(problems) == 1 and problems[0].startswith(f"{head}: missing"):
         problems.append('if its head is the embedding, set "tie_word_embeddings": true in config.json')
