@@ -85,8 +85,8 @@ class MachineProfile:
         try:
             content = parse_json(read_small(file))
             if isinstance(content["format"], int) and content["format"] < FORMAT:
-                reason = f"format {content['format']}, and this danlu reads {FORMAT}"
-                raise _OlderProfileError(f"{file}: a profile of an older danlu ({reason}). {_AGAIN}")
+                formats = f"format {content['format']}, and this danlu reads {FORMAT}"
+                raise _OlderProfileError(f"{file}: a profile of an older danlu ({formats}). {_AGAIN}")
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, and this danlu reads {FORMAT}")
             machine = Machine(**content["machine"])
