@@ -61,9 +61,10 @@ def find_base(path: str | Path) -> Base:
 def weight_layouts(folder: Path) -> FolderLayouts | None:
     """How a model folder stores its quantized weights, where its config.json names compressed-tensors, awq or gptq.
 
-    Raises ModelError for settings that danlu does not read.
+    Weights that a trainer hands over have no config.json, and are not quantized. Raises ModelError for settings that
+    danlu does not read.
     """
-    return layouts_of(read_json(folder / CONFIG), folder)
+    return layouts_of(read_json(folder / CONFIG), folder) if (folder / CONFIG).is_file() else None
 
 
 def layouts_of(values: Mapping[str, Any], folder: Path) -> FolderLayouts | None:
