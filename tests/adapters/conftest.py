@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 from builders.peft_reference import FAMILIES
-from builders.tiny_run import tiny_model
-
-from danlu.models.saving import save
+from builders.tiny_run import saved_models
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model folder of each family; nobody writes into them."""
-    folder = tmp_path_factory.mktemp("bases")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
+    return saved_models(tmp_path_factory.mktemp("bases"), FAMILIES)

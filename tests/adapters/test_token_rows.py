@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders.peft_reference import TOKENS, hugging_face, theirs
 from builders.tiny_adapters import adapter_set, logits, perturb
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from danlu.adapters.peft_folder import WEIGHTS, add_adapter, write_adapter
 from danlu.assembly.base_model import find_base
 from danlu.core.errors import ModelError, RecipeError
 from danlu.models.loading import load
-from danlu.models.saving import save
 from danlu.recipe import sections
 
 IDS = sorted({int(TOKENS[3]), int(TOKENS[9]), 60}, reverse=True)
@@ -42,10 +41,7 @@ BOTH = {"embedding": IDS, "head": IDS}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    for name, changes in BASES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in BASES}
+    return saved_models(tmp_path_factory.mktemp("bases"), BASES)
 
 
 def with_rows(base: Path, **section: Any) -> AdapterSet:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders.exported_folders import FAMILIES, export, linears_of, rewrite, tensors_of
 from builders.scaled_formats import FORMATS
-from builders.tiny_run import tiny_model
+from builders.tiny_run import saved_models, tiny_model
 from torch import Tensor
 
 from danlu.assembly.base_model import stored_method, weight_layouts
@@ -54,10 +54,7 @@ FAST = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
+    return saved_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
 def read_dense(folder: Path) -> dict[str, Tensor]:

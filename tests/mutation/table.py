@@ -1131,13 +1131,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ranks",
     ),
     Mutation(
-        "numerics/format.py",
-        "zeros.float() - change / self.wide_scales()",
-        "zeros.float() - change",
-        "adapters/test_qa_lora.py",
-        "zeros",
-    ),
-    Mutation(
         "planning/kept_in_few_bits.py",
         "return count * (width + 4 * -(-width // _TILE)) if recipe",
         "return count * (width + 4 * (width // _TILE)) if recipe",

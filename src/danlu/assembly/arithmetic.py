@@ -60,9 +60,9 @@ def check_cuts(section: Fp8Products, linears: Iterable[tuple[Linear | GroupedLin
         if _is_gate(cut.name):
             continue
         if cut.axis is None or cut.replicas > 1:
-            whose = "every rank has it whole" if cut.axis is None else f"{cut.replicas} ranks share a key/value head"
+            reason = "every rank has it whole" if cut.axis is None else f"{cut.replicas} ranks share a key/value head"
             raise RecipeError(
-                f"parallel.tensor: {cut.name}: {whose}, and its output's gradient is a sum over these, which products "
+                f"parallel.tensor: {cut.name}: {reason}, and its output's gradient is a sum over these, which products "
                 "in 8 bits would round term by term. Use a parallel.tensor that divides the number of key/value heads, "
                 "in models without latents, or precision: bf16"
             )

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.assembly.frozen_base import format_of
 from danlu.assembly.layerwise_quantizing import quantized_sites
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import LowRankSum
@@ -29,7 +30,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.grouped_mm import grouped_mm, grouped_weight_gradient
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import sites_of
-from danlu.numerics.format import FP8_BLOCKS, MXFP4, MXFP8, NVFP4, Format, encode
+from danlu.numerics.format import FP8_BLOCKS, Format, encode
 from danlu.numerics.quantized_weight import StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
 from danlu.recipe import Recipe, sections
@@ -43,13 +44,7 @@ def trained_format(section: Any) -> Format:
             return Format(section.kind, (1, section.group), section.scale, zero)  # type: ignore[arg-type]
         case sections.Fp8():
             return FP8_BLOCKS
-        case sections.Mxfp8():
-            return MXFP8
-        case sections.Mxfp4():
-            return MXFP4
-        case sections.Nvfp4():
-            return NVFP4
-    raise AssertionError(f"the recipe's rules refuse to train {type(section).__name__}")
+    return format_of(section)  # mxfp8, mxfp4 and nvfp4, which have one form
 
 
 @dataclass(frozen=True)

@@ -163,20 +163,6 @@ class Scaled:
             part.mul_(scales)
         return numbers.to(dtype)
 
-    def shifted(self, change: Tensor) -> Scaled:
-        """The matrices plus one number for each block, [.., Rb, Cb] float32: the same codes of integers and scales,
-        with zeros that are no integers.
-
-        It is how QA-LoRA merges (arXiv:2309.14717, section 3.3).
-        """
-        form, codes, zeros = self.format, self.codes, self.zeros
-        assert not form.of_element.is_float and self.groups is None, "integers in blocks of neighbours"
-        if zeros is None:
-            half = 2 ** (form.bits - 1)
-            codes, zeros = (codes.to(torch.int16) + half).to(torch.uint8), torch.full_like(self.scales.float(), half)
-        shifted = replace(form, zero="float", narrow_range=False)
-        return Scaled(codes, self.scales, shifted, zeros.float() - change / self.wide_scales())
-
     def transposed(self) -> Scaled:
         """The transposed matrices [.., C, R], as views."""
         form = replace(self.format, block=(self.format.block[1], self.format.block[0]))
