@@ -71,6 +71,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_collective_seconds.py",
     ),
     Mutation(
+        "planning/collective_seconds.py",
+        'if not (isinstance(links, MachineProfile) and links.machine.device == "cpu"):',
+        "if True:",
+        "planning/test_collective_seconds.py",
+        only="has_streams",
+    ),
+    Mutation(
+        "planning/primitives.py",
+        "speeds.host(1 if is_fused else len(each))",
+        "speeds.host()",
+        "planning/test_layer_seconds.py",
+        only="from_its_tables",
+    ),
+    Mutation(
         "planning/rank_memory.py",
         "recipe, critic, plan = workload.recipe, None, workload.recompute(chunks)",
         "recipe, critic, plan = workload.recipe, None, workload.recompute(replace(chunks, local=(chunk or 0,)))",

@@ -102,6 +102,24 @@ def test_what_goes_on_meanwhile_hides_all_but_one_call() -> None:
     assert norms.exposed(1e9) == norms.seconds
 
 
+def test_fsdp_hides_collectives_where_a_device_has_streams() -> None:
+    """A CPU's collectives block; those that danlu starts itself go on meanwhile, and so do a card's."""
+    table = Table(((1, 1000, 2000),), (1e-3, 2e-3, 4e-3))
+    tables = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), table)
+    of_step = [
+        traffic("all-gather", 4, 1, 900, 2, "parameters"),
+        traffic("reduce-scatter", 4, 1, 900, 1, "gradients"),
+        traffic("all-reduce", 4, 1, 900, 1, "shares of gradients"),
+        traffic("all-reduce", 4, 1, 900, 1, "gradients"),
+    ]
+    of_cpu, of_card = (
+        [each.hidden_by for each in each_collective_seconds(of_step, MachineProfile(machine, tables))]
+        for machine in (Machine("P", "cpu", 1, 4, "2.13"), Machine("P", "cuda", 1, 4, "2.13"))
+    )
+    assert of_cpu == [None, None, None, "last backward pass"]
+    assert of_card == ["passes", "backward passes", "last backward pass", "last backward pass"]
+
+
 def test_computed_traffic_has_its_groups_and_calls() -> None:
     layout = Layout(pipeline=2, replicate=2, shard=4, context=2, tensor=2)
     weights = [

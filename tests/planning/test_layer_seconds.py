@@ -247,6 +247,7 @@ def test_a_profile_answers_from_its_tables() -> None:
         "product fp32": product,
         "copy fp32": Table(((1, 1 << 20),), (1e-6, 1e-4)),
         "call": Table(((1,),), (2e-6,)),
+        "call_behind_products": Table(((1,),), (3e-6,)),
         "call_trained": Table(((1,),), (8e-6,)),
     }
     speeds = ProfileSpeeds(MachineProfile(Machine("here", "cpu", 1, 1, "2"), tables))
@@ -254,7 +255,9 @@ def test_a_profile_answers_from_its_tables() -> None:
     assert not speeds.product(1024, 512, 64, "fp32").extrapolated
     work = OperationWork("one", "product", (Product(2048, 512, 64, "fp32"), Moved(1 << 20, passes=3)))
     seconds = PassSeconds.of([work], speeds)
-    assert seconds.forward == pytest.approx(14e-6 + 3e-4 + 4e-6) and seconds.extrapolated
+    assert seconds.forward == pytest.approx(14e-6 + 3e-4 + 4e-6 + 3e-6) and seconds.extrapolated
+    update = PassSeconds.of([replace(work, kind="update")], speeds)  # one call takes all parameters
+    assert update.forward == pytest.approx(14e-6 + 3e-4 + 4e-6)
     assert speeds.call() == 2e-6
 
 

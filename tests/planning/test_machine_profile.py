@@ -31,6 +31,7 @@ def profile(machine: Machine = MACHINE, at: str = "2026-11-27T12:00:00+00:00") -
         "adamw": Table.rising(((1024, 4096),), [1e-6, 4e-6]),
         "dequantize_nf4": Table.rising(((1024, 4096),), [2e-6, 8e-6]),
         "call": Table.rising(((1,),), [1e-6]),
+        "call_behind_products": Table.rising(((1,),), [4e-6]),
         "call_trained": Table.rising(((1,),), [2e-5]),
     }
     if machine.processes > 1:
@@ -52,10 +53,10 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("", "or torn"),
-        ('{"format": 2, "machine"', "or torn"),
+        ('{"format": 3, "machine"', "or torn"),
         ("[]", "or torn"),
-        ('{"format": 1}', "format 1, and this danlu reads 2"),
-        ('{"format": 2, "machine": {"processor": "x"}}', "or torn"),
+        ('{"format": 2}', "format 2, and this danlu reads 3"),
+        ('{"format": 3, "machine": {"processor": "x"}}', "or torn"),
     ],
 )
 def test_a_torn_profile_is_refused(tmp_path: Path, content: str, said: str) -> None:
@@ -168,6 +169,7 @@ def test_seconds_are_those_of_the_tables() -> None:
     assert found.update_seconds(2048) == pytest.approx(2e-6)
     assert found.dequantize_seconds(2048) == pytest.approx(4e-6)
     assert [found.call_seconds(), found.call_seconds(trained=True)] == [1e-6, 2e-5]
+    assert found.call_seconds(behind_products=True) == 4e-6
     assert found.peaks() == {"fp32": pytest.approx(1e11)}
     assert found.bandwidth() == (1 << 20) / 1e-4
     with pytest.raises(RecipeError, match=r"product bf16 was not measured, but adamw, attention fp32, "):

@@ -88,7 +88,7 @@ class CountedSpeeds:
     def call(self) -> Seconds:
         return Seconds(self.calls)
 
-    def host(self) -> Seconds:
+    def host(self, calls: int = 1) -> Seconds:
         return Seconds(0.0)
 
 

@@ -25,14 +25,17 @@ from danlu.planning.machine_profile import Collective, MachineProfile
 Work = Literal["passes", "backward passes", "last backward pass", "attention", "other micro-batches"]
 """The work of a rank that goes on while bytes travel."""
 _HIDDEN_BY: Mapping[tuple[Kind, str], Work] = {
-    # FSDP2 gathers the next layers while one computes, and scatters gradients while the backward pass goes on.
-    ("all-gather", "parameters"): "passes",
-    ("reduce-scatter", "gradients"): "backward passes",
-    ("all-reduce", "shares of gradients"): "last backward pass",
     ("all-reduce", "gradients"): "last backward pass",  # in buckets
     ("point-to-point", "keys"): "attention",  # a ring computes with the keys that it has
     ("point-to-point", "activations and their gradients"): "other micro-batches",
 }
+_HIDDEN_BY_STREAMS: Mapping[tuple[Kind, str], Work] = {
+    # FSDP2 gathers the next layers while one computes, and scatters gradients while the backward pass goes on.
+    ("all-gather", "parameters"): "passes",
+    ("reduce-scatter", "gradients"): "backward passes",
+    ("all-reduce", "shares of gradients"): "last backward pass",
+}
+"""Collectives of FSDP2, which waits for them where a device has no streams: on a CPU."""
 _MEASURED: Mapping[Kind, Collective] = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -116,6 +119,8 @@ def _seconds(traffic: CollectiveTraffic, links: Cluster | MachineProfile) -> Col
         rate, latency = _ring(traffic.kind, group, links)
         seconds = float(traffic.bytes) / rate + calls * latency
     hidden_by = _HIDDEN_BY.get((traffic.kind, traffic.what))
+    if not (isinstance(links, MachineProfile) and links.machine.device == "cpu"):
+        hidden_by = hidden_by or _HIDDEN_BY_STREAMS.get((traffic.kind, traffic.what))
     return CollectiveSeconds(traffic.axis, traffic.kind, traffic.what, calls, seconds, hidden_by, extrapolated, slowed)
 
 

@@ -25,7 +25,7 @@ from danlu.planning.cards import nvidia_devices
 from danlu.planning.measured_table import Seconds, Table
 from danlu.planning.product_peak import cpu_model
 
-FORMAT = 2
+FORMAT = 3
 """The format of a profile's file; a change of the tables' meaning raises it."""
 PROFILES = "~/.cache/danlu/machine"
 Device = Literal["cpu", "cuda"]
@@ -198,9 +198,13 @@ class MachineProfile:
         """Seconds in which an NF4 matrix becomes a dense one."""
         return self._table("dequantize_nf4").at(elements)
 
-    def call_seconds(self, *, trained: bool = False) -> Seconds:
-        """Seconds of an operation on next to nothing: the cost of the call; with gradients both ways together."""
-        return self._table("call_trained" if trained else "call").at(1)
+    def call_seconds(self, *, trained: bool = False, behind_products: bool = False) -> Seconds:
+        """Seconds of an operation on next to nothing: the cost of the call.
+
+        trained: with gradients, both ways together, each behind a product. behind_products: whether products, which
+        take the caches, come before it; else it is one of many small calls.
+        """
+        return self._table("call_trained" if trained else "call_behind_products" if behind_products else "call").at(1)
 
     def collective_seconds(self, kind: Collective, count: float, ranks: int) -> Seconds:
         """Seconds of a collective of `ranks` processes: of a tensor of `count` bytes that is summed, that is gathered

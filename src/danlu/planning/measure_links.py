@@ -1,7 +1,8 @@
 """Measures this machine with several processes at once: each one's operations, and the links between them.
 
 The processes compute at the same time, as those of a run do, and share memory and caches meanwhile. On a CPU they talk
-by gloo over loopback, on GPUs by NCCL.
+by gloo over loopback, on GPUs by NCCL. Collectives come behind products there, as in a step: a process waits for the
+slowest one, and caches hold nothing of theirs.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from danlu.core.errors import ResourceError
 from danlu.core.worker_process import Caller, WorkerProcess, decoded
 from danlu.parallel.comm import Group, new_group
 from danlu.planning.machine_profile import Collective, Machine, MachineProfile
-from danlu.planning.measure_machine import POINT_S, SIZES, Axis, Sizes, measure_tables
+from danlu.planning.measure_machine import POINT_S, PRODUCT_BEFORE, SIZES, Axis, Sizes, measure_tables
 from danlu.planning.measured_table import Table
 
 _START = "from danlu.planning.measure_links import serve; serve()"
@@ -111,6 +114,7 @@ def serve() -> None:
 def _measure_links(machine: Machine, sizes: Sizes, group: Group) -> dict[str, Table]:
     """The tables of collectives between all processes; of messages between the first and the second."""
     device = torch.device(machine.device)
+    before_each = _products_before(machine)
     calls: dict[Collective, Callable[[torch.Tensor], Any]] = {
         "all_reduce": group.sum,
         "all_gather": lambda x: group.all_gather(x[: len(x) // group.size]),
@@ -123,12 +127,26 @@ def _measure_links(machine: Machine, sizes: Sizes, group: Group) -> dict[str, Ta
         seconds = []
         for count in sizes.message_bytes:
             elements = -(-count // 4 // group.size) * group.size
-            seconds.append(_seconds(call, torch.zeros(elements, device=device), count) / (2 if kind == "send" else 1))
+            message = torch.zeros(elements, device=device)
+            if kind == "send":  # its ranks do not wait for each other: that is a pipeline's bubble
+                seconds.append(_seconds(call, message, count) / 2)
+            else:
+                seconds.append(_seconds(call, message, count, before_each))
         tables[kind] = Table.rising((sizes.message_bytes,), seconds)
-    alone = zip(sizes.message_bytes, tables["all_reduce"].seconds, strict=True)
-    meanwhile = [_seconds_meanwhile(group, torch.zeros(count // 4, device=device), own) for count, own in alone]
+    meanwhile = []
+    for count in sizes.message_bytes:
+        message = torch.zeros(count // 4, device=device)
+        meanwhile.append(_seconds_meanwhile(group, message, _seconds(group.sum, message, count)))
     tables["all_reduce_meanwhile"] = Table.rising((sizes.message_bytes,), meanwhile)
     return tables
+
+
+def _products_before(machine: Machine) -> Callable[[], object]:
+    """Returns the call that comes before each collective: a product on a CPU, nothing elsewhere."""
+    if machine.device != "cpu":
+        return lambda: None
+    rows, outputs, inputs = PRODUCT_BEFORE
+    return partial(F.linear, torch.zeros(rows, inputs), torch.zeros(outputs, inputs))
 
 
 def _seconds_meanwhile(group: Group, x: torch.Tensor, alone_s: float) -> float:
@@ -153,10 +171,19 @@ def _seconds_meanwhile(group: Group, x: torch.Tensor, alone_s: float) -> float:
     return max(1e-9, together - apart)
 
 
-def _seconds(call: Callable[[torch.Tensor], Any], x: torch.Tensor, count: int) -> float:
-    """Seconds of a call that all processes make as often, the median."""
+def _seconds(
+    call: Callable[[torch.Tensor], Any],
+    x: torch.Tensor,
+    count: int,
+    before_each: Callable[[], object] = lambda: None,
+) -> float:
+    """Seconds of a call that all processes make as often, the median.
+
+    before_each: what each process computes before each call, in its own time: the others wait for the slowest.
+    """
     times = []
     for _ in range(1 + max(_FEWEST_CALLS, min(_MOST_CALLS, _CALLS_BYTES // count))):
+        before_each()
         started = time.perf_counter()
         call(x)
         if x.is_cuda:

@@ -4,6 +4,8 @@ Each number is the median of as many calls as fit into its share of the time, af
 are two rounds, of which the faster one counts: a burst of other work may last longer than a share. Matrices take turns
 in memory that caches do not hold, as the layers of a model do; and so do the tensors that passes over memory make: in
 a step an operation's output is not written to where the one before was, as it would be in calls one behind the other.
+The cost of a call is measured behind products too: they take the caches from the instructions and objects of Python,
+autograd and torch's dispatcher, and a small call takes five to twenty times as long then.
 """
 
 from __future__ import annotations
@@ -39,9 +41,12 @@ POINT_S = 0.03
 """Seconds for each size of each table: the 350 of a CPU take some 25 s, as one call of the largest takes longer."""
 CEILING_S = 1.5
 """Seconds of the longest call that is measured."""
+PRODUCT_BEFORE = (256, 1024, 1024)
+"""Rows, outputs and inputs of the products behind which calls are measured on a CPU: 6 MiB, some 5 to 20 ms."""
 _MOST_COPIES = 16  # of a matrix that takes turns
 _MOST_RESULTS = 64  # that are kept
 _WIDTH = 1024  # of the rows of norms and activations
+_FEWEST_TURNS = 15  # of calls behind products, each of which takes longer than the call
 
 
 @dataclass(frozen=True)
@@ -116,12 +121,18 @@ def _measured_once(
     tables: dict[str, Table] = {}
 
     def measure(
-        name: str, axes: Sequence[Axis], make: Callable[..., Call], dtype: torch.dtype, powers: Sequence[int] = ()
+        name: str,
+        axes: Sequence[Axis],
+        make: Callable[..., Call],
+        dtype: torch.dtype,
+        powers: Sequence[int] = (),
+        *,
+        behind_products: bool = False,
     ) -> None:
         if name not in affordable:
             own = affordable_axes(axes, powers, lambda size: clock.seconds_of_one(make(*size, dtype)))
             affordable[name] = agreed(own)
-        tables[name] = clock.table(affordable[name], make, dtype, powers)
+        tables[name] = clock.table(affordable[name], make, dtype, powers, behind_products=behind_products)
 
     with torch.no_grad():
         for precision in sizes.precisions:
@@ -136,9 +147,10 @@ def _measured_once(
                     axes = (sizes.long_attention, *sizes.attention[1:])
                     measure(f"{name}_long {precision}", axes, make, dtype, powers=(2, 1, 1))
         measure("adamw", (sizes.elements,), clock.adamw, torch.float32)
-        measure("dequantize_nf4", (sizes.elements,), clock.dequantize, torch.float32)
+        measure("dequantize_nf4", (sizes.elements,), clock.dequantize, torch.float32, behind_products=True)
         measure("call", ((1,),), clock.call, torch.float32)
-        measure("call_trained", ((1,),), clock.call_trained, torch.float32)
+        measure("call_behind_products", ((1,),), clock.call, torch.float32, behind_products=True)
+        measure("call_trained", ((1,),), clock.call_trained, torch.float32, behind_products=True)
     return tables
 
 
@@ -190,14 +202,26 @@ class _Clock:
         make: Callable[..., Call],
         dtype: torch.dtype,
         powers: Sequence[int] = (),
+        *,
+        behind_products: bool = False,
     ) -> Table:
-        """The table of an operation: `make` gives the call that is timed at each size."""
-        seconds = [self.seconds(make(*size, dtype)) for size in itertools.product(*axes)]
+        """The table of an operation: `make` gives the call that is timed at each size.
+
+        behind_products: whether each call comes behind a product, which takes the caches of a CPU.
+        """
+        seconds = [
+            self.seconds(make(*size, dtype), behind_products=behind_products) for size in itertools.product(*axes)
+        ]
         return Table.rising(axes, seconds, powers)
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: Call, *, behind_products: bool = False) -> float:
         """Seconds of a call, the median: where other work shares the machine the fastest is a third below most."""
-        times = self._cuda_times(call) if self.device.type == "cuda" else self._cpu_times(call)
+        if self.device.type == "cuda":
+            times = self._cuda_times(call)
+        elif behind_products:
+            times = self._cpu_times(call, self.product(*PRODUCT_BEFORE, torch.float32), _FEWEST_TURNS)
+        else:
+            times = self._cpu_times(call)
         return max(1e-9, statistics.median(times))
 
     def seconds_of_one(self, call: Call) -> float:
@@ -211,16 +235,19 @@ class _Clock:
                 torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def _cpu_times(self, call: Call) -> list[float]:
+    def _cpu_times(self, call: Call, before_each: Call | None = None, fewest: int = 1) -> list[float]:
+        """Times of calls. before_each: a call that comes before each of them and is not timed."""
         call(0)
         times: list[float] = []
         started = time.perf_counter()
         for turn in itertools.count(1):
+            if before_each is not None:
+                before_each(turn)
             before = time.perf_counter()
             call(turn)
             after = time.perf_counter()
             times.append(after - before)
-            if after - started > self.point_s:
+            if after - started > self.point_s and turn >= fewest:
                 return times
         raise AssertionError("the loop has no end of its own")
 
@@ -274,7 +301,7 @@ class _Clock:
     def product(self, m: int, n: int, k: int, dtype: torch.dtype) -> Call:
         """The product of a linear layer, [m, k] x [n, k]."""
         x, weights = self.random(m, k, dtype=dtype), self.rotated(n, k, dtype=dtype)
-        return lambda turn: F.linear(x, weights[turn % len(weights)])
+        return self.with_new_results(lambda turn: F.linear(x, weights[turn % len(weights)]), 2 * m * n * dtype.itemsize)
 
     def grouped(self, groups: int, rows: int, dtype: torch.dtype) -> Call:
         """The products of experts with as many rows each."""

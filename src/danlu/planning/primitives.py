@@ -159,13 +159,13 @@ class OperationSeconds(NamedTuple):
     @classmethod
     def of(cls, work: OperationWork, speeds: Speeds) -> OperationSeconds:
         """The seconds of an operation's primitives, one after the other."""
-        host, is_outside = speeds.host(), False
+        is_outside, is_fused = False, work.kind == "update"  # of which one call takes all parameters
 
         def total(primitives: Sequence[Primitive]) -> float | None:
             nonlocal is_outside
             each = [primitive.seconds(speeds) for primitive in primitives]
             is_outside |= any(seconds.extrapolated for seconds in each)
-            return sum(each) + host if each else None
+            return sum(each) + speeds.host(1 if is_fused else len(each)) if each else None
 
         return cls(
             work.kind,

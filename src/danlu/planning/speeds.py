@@ -63,8 +63,10 @@ class Speeds(Protocol):
     def call(self) -> Seconds:
         """An operation on next to nothing."""
 
-    def host(self) -> Seconds:
-        """The time that Python and autograd add to an operation of a pass, where no device computes meanwhile."""
+    def host(self, calls: int = 1) -> Seconds:
+        """The time that Python and autograd add to an operation of a pass that makes some calls, where no device
+        computes meanwhile.
+        """
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,15 @@ class ProfileSpeeds:
         """An operation on next to nothing."""
         return self.profile.call_seconds()
 
-    def host(self) -> Seconds:
-        """The time that Python and autograd add to an operation of a pass, where no device computes meanwhile."""
+    def host(self, calls: int = 1) -> Seconds:
+        """The time that Python and autograd add to an operation of a pass that makes some calls, where no device
+        computes meanwhile.
+        """
         if self.profile.machine.device != "cpu":
             return Seconds(0.0)
-        return Seconds(self.profile.call_seconds(trained=True) / 2)
+        profile = self.profile
+        more = (calls - 1) * profile.call_seconds(behind_products=True)
+        return Seconds(profile.call_seconds(trained=True) / 2 + more)
 
 
 EAGER_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType(
@@ -197,7 +203,7 @@ class CardSpeeds:
         """An operation on next to nothing."""
         return Seconds(self.efficiency.call_s)
 
-    def host(self) -> Seconds:
+    def host(self, calls: int = 1) -> Seconds:
         """Nothing: no kernel is shorter than the host's time for it."""
         return Seconds(0.0)
 
