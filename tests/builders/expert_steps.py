@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from builders.parallel_steps import steps_of
 from builders.planned_memory import counted_states
-from builders.small_experts import KINDS, experts_config
+from builders.small_experts import BIASED, KINDS, MIXTRAL, experts_config, small_moe
 from danlu.assembly.optimizer import optimizer_of
 from danlu.core.types import MemoryParts
+from danlu.numerics.arithmetic import Fp8Arithmetic
+from danlu.numerics.batch_invariant import batch_invariant
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of
@@ -37,6 +41,7 @@ from danlu.verification.trace import (
 
 Case = tuple[str, str]
 """A recipe's file, and the kind of experts of its model."""
+_KINDS = KINDS | {"biased, even": replace(BIASED, num_experts=4)}
 
 
 def see(cases: Sequence[Case], packs: int, micro: int, world: int | None = None) -> list[Trace]:
@@ -94,7 +99,7 @@ def resumed(first: str, second: str, kind: str, folder: str) -> tuple[LocalShard
 def _training(file: str, kind: str, micro: int, world: int | None, resumed: Path | None = None) -> ProxyTraining:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
-    config = experts_config(KINDS[kind], vocab_size=400)
+    config = experts_config(_KINDS[kind], vocab_size=400)
     device = torch.device("cpu")
     return ProxyTraining(recipe, Proxy(config), _groups(layout), device, micro=micro, resumed=resumed)
 
@@ -109,7 +114,7 @@ def exchanged(tokens_by_rank: Sequence[int], num_experts: int) -> dict[str, bool
     experts = (experts + (experts > 0)).sort().values
     rows = torch.randn(len(experts), 3, generator=generator, dtype=torch.float64).requires_grad_()
     counts = torch.bincount(experts, minlength=num_experts)
-    arrived, here = exchange.dispatch(rows, counts)
+    arrived, here, _ = exchange.dispatch(rows, counts)
     local = num_experts // size
     factors = torch.repeat_interleave(torch.arange(local) + local * rank + 1, here).double().unsqueeze(1)
     returned = exchange.combine(arrived * factors)
@@ -124,6 +129,54 @@ def exchanged(tokens_by_rank: Sequence[int], num_experts: int) -> dict[str, bool
         "counts are those of all ranks": torch.equal(here, every_count.sum(0)[local * rank : local * (rank + 1)]),
         "rows have been elsewhere": not torch.equal(arrived, rows) if len(rows) else True,
     }
+
+
+def sent_as_codes(activations: str, mixes_scales: bool) -> dict[str, float]:
+    """Worker: largest differences between experts of two ranks, to which rows travel in FP8, and those of one process.
+
+    mixes_scales: with a mistake, the scales of a row's tiles in another order.
+    """
+    rank, dtype = torch.distributed.get_rank(), getattr(torch, activations)
+    one = small_moe(replace(MIXTRAL, num_experts=4, intermediate_size=136), 160)
+    many = copy.deepcopy(one)
+    own = slice(2 * rank, 2 * rank + 2)
+    for experts in (one.experts, many.experts):
+        for linear in (experts.gate_proj, experts.up_proj, experts.down_proj):
+            linear.arithmetic = _MixedScales("tile") if mixes_scales and experts is many.experts else _TILE
+    many.experts.exchange = Exchange(Group("expert", (0, 1), rank, torch.distributed.group.WORLD))
+    for parameter in many.experts.parameters():
+        parameter.data = parameter.data[own].clone()
+    generator = torch.Generator().manual_seed(rank)
+    # Tiles of very different sizes, and of the second rank fewer tokens.
+    tokens = (torch.randn(37 - 20 * rank, 160, generator=generator) * torch.logspace(-1, 1, 160)).to(dtype)
+    grad = torch.randn(tokens.shape, generator=generator).to(dtype)
+    results = []
+    with batch_invariant():
+        for moe in (one, many):
+            x = tokens.clone().requires_grad_()
+            y = moe(x)
+            y.backward(grad)
+            assert x.grad is not None and moe.router.weight.grad is not None
+            results.append((y.detach(), x.grad, moe.router.weight.grad))
+    differences = {
+        name: float((a.float() - b.float()).abs().max())
+        for name, a, b in zip(("outputs", "gradients of inputs", "gradients of the router"), *results, strict=True)
+    }
+    for name, parameter in one.experts.named_parameters():
+        assert parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+        of_many = many.experts.get_parameter(name).grad
+        assert of_many is not None
+        differences[name] = float((of_many - parameter.grad[own]).norm() / parameter.grad[own].norm())
+    return differences
+
+
+class _MixedScales(Fp8Arithmetic):
+    def to_bytes(self, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        return super().to_bytes((kept[0], kept[1].flip(1)))
+
+
+_TILE = Fp8Arithmetic("tile")
 
 
 def _all_counts(counts: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ class Integers:
     """Products of integers of 64 bits, as a layer's arithmetic."""
 
     keeps_codes = False
+    row_codes = None
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(self._product(x, weight) for weight in weights), ()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from danlu.core.errors import ModelError
+from danlu.core.layer_types import DispatchedRows, RowCodes
 from danlu.models import ops
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
@@ -161,11 +162,11 @@ class Reversed:
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, rows: Tensor, counts: Tensor, codes: RowCodes | None = None) -> DispatchedRows:
         self.counts = counts.tolist()
-        return torch.cat(rows.split(self.counts)[::-1]), counts.flip(0)
+        return DispatchedRows(torch.cat(rows.split(self.counts)[::-1]), counts.flip(0))
 
-    def combine(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, codes: RowCodes | None = None) -> Tensor:
         return torch.cat(rows.split(self.counts[::-1])[::-1])
 
 

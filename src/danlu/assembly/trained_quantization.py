@@ -131,6 +131,7 @@ class RoundedWeights:
     """
 
     keeps_codes = False
+    row_codes = None
 
     def __init__(self, form: Format, *, keeps: bool) -> None:
         self.encoded = EncodedWeights(form, keeps=keeps)

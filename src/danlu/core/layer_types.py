@@ -179,7 +179,27 @@ class LinearArithmetic(Protocol):
     def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...  # the numbers that were kept of it
 
     @property
+    def row_codes(self) -> RowCodes | None: ...  # how rows travel between processes, if not in the type of activations
+
+    @property
     def rounding(self) -> WeightRounding | None: ...  # of weights that rollouts multiply with too; None: there is none
+
+
+class RowCodes(Protocol):
+    """An arithmetic of which rows, and gradients of outputs, travel between processes as the codes that are kept of
+    them: these are the factors of the products there."""
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]: ...  # rows [N, I] -> their codes and scales
+
+    def kept_values(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...  # the numbers [N, I] of these
+
+    def to_bytes(self, kept: Sequence[Tensor]) -> Tensor: ...  # what was kept of rows [N, I] -> [N, B] uint8
+
+    def from_bytes(self, row_bytes: Tensor, features: int) -> tuple[Tensor, ...]: ...  # and back, without rounding
+
+    def grouped_forward_of_kept(
+        self, kept: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]: ...  # `LinearArithmetic.grouped_forward` of such rows -> [N, O] of each, in `dtype`
 
 
 class LowRankSum(NamedTuple):
@@ -293,14 +313,27 @@ class KeyValuePrefix(Protocol):
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
+class DispatchedRows(NamedTuple):
+    """Rows that have come to the process of their experts."""
+
+    rows: Tensor  # [R, D] by expert, in the type of activations; where they came as codes NaN, for gradients alone
+    counts: Tensor  # [E here] int64, rows of each expert
+    kept: tuple[Tensor, ...] = ()  # where they came as codes, what `RowCodes.keep` returned of them
+
+
 class ExpertExchange(Protocol):
-    """Takes rows to the processes that have their experts, and back; the slot `exchange` of a layer's experts."""
+    """Takes rows to the processes that have their experts, and back; the slot `exchange` of a layer's experts.
+
+    codes: of the products that take the rows, or the gradients of their outputs, if these travel in few bits.
+    """
 
     def dispatch(
-        self, rows: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Tensor]: ...  # rows [N, D] by expert, counts [E] int64 -> those of the experts that are here
+        self, rows: Tensor, counts: Tensor, codes: RowCodes | None = None
+    ) -> DispatchedRows: ...  # rows [N, D] by expert, counts [E] int64 -> those of the experts that are here
 
-    def combine(self, rows: Tensor) -> Tensor: ...  # the experts' outputs -> [N, D], in the order of `dispatch`
+    def combine(
+        self, rows: Tensor, codes: RowCodes | None = None
+    ) -> Tensor: ...  # the experts' outputs -> [N, D], in the order of `dispatch`; codes: of their gradients
 
 
 class ReduceGroup(Protocol):

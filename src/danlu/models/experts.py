@@ -28,6 +28,7 @@ from danlu.models.modules import (
     RMSNorm,
     gated_linear,
     grouped_forward_shared,
+    row_codes,
 )
 
 if TYPE_CHECKING:
@@ -234,14 +235,16 @@ class Experts(nn.Module):
         """rows [N, D]; counts [E] int64, rows of each expert -> [N, D]."""
         if self.exchange is None:
             return self.products(rows, counts)
-        rows, counts = self.exchange.dispatch(rows, counts)
-        return self.exchange.combine(self.products(rows, counts))
+        arrived = self.exchange.dispatch(rows, counts, row_codes(self.gate_proj, self.up_proj))
+        # The gradient of a bias is a sum of rows, which are not rounded for it on one process.
+        of_gradients = row_codes(self.down_proj) if self.down_proj.bias is None else None
+        return self.exchange.combine(self.products(*arrived), of_gradients)
 
-    def products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The experts that are here: rows [N, D] of theirs, counts [E here] -> [N, D]."""
-        gate, up = grouped_forward_shared(rows, counts, self.gate_proj, self.up_proj)  # [N, F]
-        if (kept := gated_linear(gate, up, self.activation, self.down_proj, counts)) is not None:
-            return kept
+    def products(self, rows: Tensor, counts: Tensor, kept: tuple[Tensor, ...] = ()) -> Tensor:
+        """The experts that are here: rows [N, D] of theirs, counts [E here] -> [N, D]. kept: as `DispatchedRows`."""
+        gate, up = grouped_forward_shared(rows, counts, self.gate_proj, self.up_proj, kept=kept)  # [N, F]
+        if (y := gated_linear(gate, up, self.activation, self.down_proj, counts)) is not None:
+            return y
         out: Tensor = self.down_proj(self.gated_activation(gate, up), counts)
         return out
 

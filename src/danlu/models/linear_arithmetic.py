@@ -28,9 +28,15 @@ class Products(NamedTuple):
     arithmetic: LinearArithmetic
     counts: Tensor | None = None
     """[G]: rows of each layer, of stacked ones."""
+    kept: tuple[Tensor, ...] = ()
+    """What the arithmetic keeps of x, of rows that have come as codes; x then has a shape and a type alone."""
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the outputs, and what is kept of x."""
+        if self.kept:
+            codes = self.arithmetic.row_codes
+            assert self.counts is not None and codes is not None, "rows that travel are those of experts"
+            return codes.grouped_forward_of_kept(self.kept, weights, self.counts, x.dtype), self.kept
         if self.counts is None:
             return self.arithmetic.forward(x, weights)
         return self.arithmetic.grouped_forward(x, weights, self.counts)
@@ -54,12 +60,14 @@ def linears(
     biases: Sequence[Tensor | None],
     arithmetic: LinearArithmetic,
     counts: Tensor | None = None,
+    kept: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """x [T, I] times each weight [O, I], plus its bias [O] -> [T, O] of each in x's dtype.
 
-    counts [G]: of stacked layers, weights [G, O, I] and biases [G, O], with rows x [N, I] of each layer together.
+    counts [G]: of stacked layers, weights [G, O, I] and biases [G, O], with rows x [N, I] of each layer together. kept:
+    of rows that have come as codes (`DispatchedRows`), which are multiplied in x's place.
     """
-    products = Products(arithmetic, counts)
+    products = Products(arithmetic, counts, kept)
     if not torch.is_grad_enabled():
         outputs, _ = products.forward(x, weights)
     else:
@@ -134,7 +142,7 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outputs, kept = products.forward(x, weights)
         kept = kept if any(weight.requires_grad for weight in weights) else ()
-        ctx.products, ctx.deferral = products._replace(counts=None), deferral
+        ctx.products, ctx.deferral = Products(products.arithmetic), deferral
         ctx.count, ctx.is_grouped = len(weights), products.counts is not None
         counts = () if products.counts is None else (products.counts,)
         ctx.save_for_backward(*weights, *counts, *kept)

@@ -26,6 +26,7 @@ from danlu.core.layer_types import (
     NormShard,
     QuantizedWeight,
     Recomputed,
+    RowCodes,
     StackedQuantizedWeight,
 )
 from danlu.models import ops
@@ -218,13 +219,17 @@ def _by_arithmetic(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
 
 
 def _linears(
-    x: Tensor, linears: Sequence[_Weights], arithmetic: LinearArithmetic, counts: Tensor | None = None
+    x: Tensor,
+    linears: Sequence[_Weights],
+    arithmetic: LinearArithmetic,
+    counts: Tensor | None = None,
+    kept: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """The products of layers that share their input, without their adapters, by an arithmetic of their own."""
     from danlu.models import linear_arithmetic
 
     weights = [linear.stored_weight for linear in linears]
-    return linear_arithmetic.linears(x, weights, [linear.added_bias for linear in linears], arithmetic, counts)
+    return linear_arithmetic.linears(x, weights, [linear.added_bias for linear in linears], arithmetic, counts, kept)
 
 
 class GroupedLinear(_Weights):
@@ -265,12 +270,25 @@ class GroupedLinear(_Weights):
         return f"{count} of {self.shape[1]} -> {self.shape[0]}"
 
 
-def grouped_forward_shared(x: Tensor, counts: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
-    """Several stacked layers over the same rows x [N, in]; counts [groups], rows of each."""
+def grouped_forward_shared(
+    x: Tensor, counts: Tensor, *linears: GroupedLinear, kept: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
+    """Several stacked layers over the same rows x [N, in]; counts [groups], rows of each. kept: of rows that have come
+    as codes (`row_codes`)."""
     arithmetic = linears[0].own_arithmetic
     if arithmetic is None or any(linear.adapter is not None for linear in linears):
+        assert not kept, "such layers are not sent codes"
         return tuple(linear(x, counts) for linear in linears)
-    return _linears(x, linears, arithmetic, counts)
+    return _linears(x, linears, arithmetic, counts, kept)
+
+
+def row_codes(*linears: GroupedLinear) -> RowCodes | None:
+    """Returns the codes as which rows of stacked layers, or gradients of their outputs, travel between processes; None
+    where they travel in the type of activations, which adapters read and sum."""
+    arithmetic = linears[0].own_arithmetic
+    if arithmetic is None or any(linear.adapter is not None for linear in linears):
+        return None
+    return arithmetic.row_codes
 
 
 def gated_linear(

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from danlu.numerics.format import WHOLE, Format, Scaled, encode
 from danlu.numerics.products import product
+from danlu.numerics.row_bytes import from_bytes, to_bytes, travels_as_bytes
 
 _TILE, _MX = 128, 32
 
@@ -107,6 +108,23 @@ class Fp8Arithmetic:
         """Whether inputs are kept in few bits."""
         return self.formats.kept is not None and not self.behind_attention
 
+    @property
+    def row_codes(self) -> Fp8Arithmetic | None:
+        """This where rows travel to other ranks as the codes that are kept of them: by tile, of which they are factors
+        of products, forward and backward. None: rows travel in the type of activations."""
+        kept = self.formats.kept
+        is_factor = self.keeps_codes and kept == self.formats.x == self.formats.grad
+        return self if is_factor and travels_as_bytes(self.formats.x) else None
+
+    def to_bytes(self, kept: Sequence[Tensor]) -> Tensor:
+        """Returns what was kept of rows [N, I] as bytes that travel, [N, B] uint8."""
+        return to_bytes(Scaled(kept[0], kept[1], self.formats.x))
+
+    def from_bytes(self, row_bytes: Tensor, features: int) -> tuple[Tensor, ...]:
+        """Returns what was kept of the rows [N, features] of `to_bytes`."""
+        scaled = from_bytes(row_bytes, self.formats.x, features)
+        return scaled.codes, scaled.scales
+
     def keep(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that the backward pass is left of x [T, I]."""
         return self._kept(x, None)
@@ -143,14 +161,24 @@ class Fp8Arithmetic:
         """Rows x [N, I], those of each layer together, times each of the weights [G, O, I] -> [N, O] in x's dtype, and
         what is kept of x. counts [G]: rows of each layer."""
         scaled = encode(x, self.formats.x)
-        outputs = []
-        for weight in weights:
-            y = x.new_empty(len(x), weight.shape[1])
+        return self._grouped_products(scaled, weights, counts, x.dtype), self._kept(x, scaled)
+
+    def grouped_forward_of_kept(
+        self, kept: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """`grouped_forward` of rows [N, I] of which there is what was kept, where that is codes; outputs in `dtype`."""
+        return self._grouped_products(Scaled(kept[0], kept[1], self.formats.x), weights, counts, dtype)
+
+    def _grouped_products(
+        self, x: Scaled, weights: Sequence[Tensor], counts: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        rows, features = x.shape
+        outputs = tuple(weight.new_empty((rows, weight.shape[1]), dtype=dtype) for weight in weights)
+        for y, weight in zip(outputs, weights, strict=True):
             for index, group in _groups(counts):
-                of_group = scaled.box(group, slice(0, x.shape[1]))
-                y[group] = product(of_group, encode(weight[index].to(x.dtype), self.formats.weight), x.dtype)
-            outputs.append(y)
-        return tuple(outputs), self._kept(x, scaled)
+                of_group = x.box(group, slice(0, features))
+                y[group] = product(of_group, encode(weight[index].to(dtype), self.formats.weight), dtype)
+        return outputs
 
     def grouped_input_gradient(self, grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """Rows grad [N, O] times weight [G, O, I] by groups -> [N, I] in grad's dtype."""

@@ -8,18 +8,23 @@ In a layer that is four all-to-alls of rows: to the experts and back, and the sa
 recomputed. Before that, ranks exchange the number of rows for each expert, once: a recomputation sends the same rows.
 Every rank takes part in each of them, also without tokens.
 
+Products in tiles of FP8 take rows, and gradients of their outputs, as codes with scales: so these are what goes to the
+experts, bit for bit the factors of one process (DeepSeek-V3, arXiv:2412.19437, section 3.3.3). What comes back is not
+rounded: outputs, and the gradients of rows, in the type of activations.
+
 N rows of this rank's tokens · R rows that this rank's experts multiply · D model width · E experts
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from danlu.core.layer_types import DispatchedRows, RowCodes
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear
@@ -40,20 +45,26 @@ class Exchange:
         self.receives: list[int] = []
         self._places: Tensor | None = None  # [R] int64, where each row that came is among rows sorted by expert
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [N, D] by expert, counts [E] int64 of all experts -> rows [R, D] of this rank's experts, and their
-        counts."""
+    def dispatch(self, rows: Tensor, counts: Tensor, codes: RowCodes | None = None) -> DispatchedRows:
+        """Sends rows [N, D] by expert, counts [E] int64 of all experts, to the ranks of their experts.
+
+        codes: as which rows travel. Gradients come back in the type of rows in any case.
+        """
         from danlu.models.forward_values import from_forward
 
-        size = self.group.size
         by_source, self.sends, self.receives = from_forward(lambda: self._agreed(counts))
-        arrived: Tensor = _AllToAll.apply(rows, self.group, self.sends, self.receives)
         # Rows come by rank, and of each rank by expert; what multiplies them wants all rows of an expert together.
-        of_expert = torch.arange(by_source.shape[1], device=rows.device).repeat(size)
-        experts = torch.repeat_interleave(of_expert, by_source.flatten(), output_size=len(arrived))
+        of_expert = torch.arange(by_source.shape[1], device=rows.device).repeat(self.group.size)
+        experts = torch.repeat_interleave(of_expert, by_source.flatten(), output_size=sum(self.receives))
         order = experts.argsort(stable=True)
         self._places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return _permuted(arrived, order, self._places), by_source.sum(0)
+        here = by_source.sum(0)
+        if codes is None:
+            arrived: Tensor = _AllToAll.apply(rows, self.group, self.sends, self.receives)
+            return DispatchedRows(_permuted(arrived, order, self._places), here)
+        trip = _Trip(self.group, self.sends, self.receives, codes)
+        without_values, *kept = _DispatchedCodes.apply(rows, order, self._places, trip)
+        return DispatchedRows(without_values, here, tuple(kept))
 
     def _agreed(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Exchanges counts [E] of this rank's rows.
@@ -66,16 +77,85 @@ class Exchange:
         by_source = self.group.all_to_all(counts, even, even).view(size, -1)
         return by_source, counts.view(size, -1).sum(1).tolist(), by_source.sum(1).tolist()
 
-    def combine(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, codes: RowCodes | None = None) -> Tensor:
         """Returns the experts' outputs for the rows of the last `dispatch`, [R, D] -> [N, D], in the rows' original
         order.
+
+        codes: as which gradients come. Outputs travel in their own type in any case.
         """
         assert self._places is not None, "rows come back that were never sent"
         order = torch.empty_like(self._places).scatter_(
             0, self._places, torch.arange(len(self._places), device=rows.device)
         )
+        if codes is not None:
+            trip = _Trip(self.group, self.sends, self.receives, codes)
+            combined: Tensor = _CombinedOutputs.apply(rows, order, self._places, trip)
+            return combined
         returned: Tensor = _AllToAll.apply(_permuted(rows, self._places, order), self.group, self.receives, self.sends)
         return returned
+
+
+class _Trip(NamedTuple):
+    """The way of rows to the ranks of their experts, which they go as codes, and back, which they do not.
+
+    order [R] int64: of each row by expert its place among those that came; places [R]: the inverse.
+    """
+
+    group: Group
+    sends: Sequence[int]
+    receives: Sequence[int]
+    codes: RowCodes
+
+    def there(self, rows: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+        """rows [N, D] -> what is kept of those of this rank's experts, [R, D] by expert."""
+        row_bytes = self.codes.to_bytes(self.codes.keep(rows))
+        arrived = self.group.all_to_all(row_bytes, self.sends, self.receives)
+        return self.codes.from_bytes(arrived.index_select(0, order), rows.shape[1])
+
+    def back(self, rows: Tensor, places: Tensor) -> Tensor:
+        """rows [R, D] by expert -> [N, D] in the order of the rows that were sent."""
+        return self.group.all_to_all(rows.index_select(0, places), self.receives, self.sends)
+
+
+class _DispatchedCodes(torch.autograd.Function):
+    """Rows to the ranks of their experts in few bits; their gradients come back in the type of activations
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3.3).
+
+    Returns a tensor of NaN [R, D], all of them one number in memory, for autograd alone, and the codes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> tuple[Tensor, ...]:
+        ctx.trip = trip
+        ctx.save_for_backward(places)
+        kept = trip.there(rows, order)
+        ctx.mark_non_differentiable(*kept)
+        return rows.new_full((1, 1), torch.nan).expand(len(order), rows.shape[1]), *kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return ctx.trip.back(grad, places), None, None, None
+
+
+class _CombinedOutputs(torch.autograd.Function):
+    """The experts' outputs back in their type; the gradients of these go to the experts in few bits.
+
+    There they are decoded, for the gradient of a weight has other tiles. Encoded again for the gradient of the input
+    they are the same numbers: with a power of two that no number exceeds, no number that has codes is rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        ctx.save_for_backward(order)
+        return trip.back(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        trip: _Trip = ctx.trip
+        (order,) = ctx.saved_tensors
+        return trip.codes.kept_values(trip.there(grad, order), grad.dtype), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -29,6 +29,11 @@ def code_bytes(recipe: str, width: int, count: int) -> int:
     return count * (width + 4 * -(-width // _TILE)) if recipe == "tile" else count * width + 4
 
 
+def travelling_bytes(width: int) -> int:
+    """Bytes of a row of `width` numbers by tile on its way to another rank: codes, and a byte for each tile's scale."""
+    return width + -(-width // _TILE)
+
+
 class ProductSize(NamedTuple):
     """Numbers of the matrices of a product y = x W^T; of stacked layers, all rows and one of the weights."""
 

@@ -30,6 +30,7 @@ from danlu.planning.gradient_borders import (
     gives_inputs,
     halves_with_gradients,
 )
+from danlu.planning.kept_in_few_bits import travelling_bytes
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
@@ -231,11 +232,7 @@ def step_traffic(
     if layout.tensor > 1:
         traffic += tensor_traffic(tensor_step(model, micro_batches), layout, section)
     if layout.expert > 1:
-        exchanges = [*row_exchanges(model, micro_batches, rows)]
-        hidden = model.config.hidden_size
-        traffic += expert_traffic(
-            exchanges, layout, hidden_size=hidden, element_bytes=model.element_bytes, rank=model.rank
-        )
+        traffic += expert_traffic([*row_exchanges(model, micro_batches, rows)], layout, rank=model.rank)
     if layout.context > 1:
         from danlu.planning.context_layers import context_ranks_traffic  # which few layouts need
 
@@ -406,15 +403,30 @@ def row_exchanges(
         evenly = tokens * feed.top_k * (ranks - 1) // ranks
         own = Rows(evenly, evenly) if rows is None else rows[entry.layer]
         has_input_gradient = 2 * place + 1 >= first_with_gradient
+        row_bytes = model.config.hidden_size * model.element_bytes
+        experts = f"layers.{entry.layer}.mlp.experts"
+        in_codes = sends_codes(model, experts, "gate_proj", "up_proj")
+        gradients_in_codes = sends_codes(model, experts, "down_proj") and not feed.bias
         yield RowExchange(
             sent_rows=own.leaving,
             received_rows=own.arriving,
             num_experts=feed.num_experts,
             micro_batches=len(micro_batches),
+            row_bytes=row_bytes,
+            dispatched_bytes=travelling_bytes(model.config.hidden_size) if in_codes else row_bytes,
+            gradient_bytes=travelling_bytes(model.config.hidden_size) if gradients_in_codes else row_bytes,
             runs=1 + (entry.kind == "full") + gives_input,
-            output_gradients=has_input_gradient or model.trained.within(f"layers.{entry.layer}.mlp.experts"),
+            output_gradients=has_input_gradient or model.trained.within(experts),
             input_gradients=has_input_gradient,
         )
+
+
+def sends_codes(model: RankModel, experts: str, *linears: str) -> bool:
+    """Whether the rows of some stacked layers, or the gradients of their outputs, travel in 8 bits."""
+    fp8 = model.recipe.fp8
+    if fp8 is None or fp8.recipe != "tile":
+        return False
+    return not any(name.startswith(f"{experts}.{linear}.adapter.") for name in model.by_name for linear in linears)
 
 
 # ── stages of a pipeline ──

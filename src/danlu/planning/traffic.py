@@ -312,34 +312,34 @@ class RowExchange:
     received_rows: int  # of others' tokens, to its experts
     num_experts: int
     micro_batches: int
+    row_bytes: int  # of a row in the type of activations, as outputs and the gradients of inputs travel
+    dispatched_bytes: int  # of a row on its way to the experts
+    gradient_bytes: int  # of a row of the gradients of outputs, on their way to the experts
     runs: int = 1  # how often the layer runs in a micro-batch: once more where it is recomputed
     output_gradients: bool = True  # whether something that is trained lies in front of what experts give
     input_gradients: bool = True  # or in front of the experts
 
 
-def expert_traffic(
-    exchanges: Sequence[RowExchange], layout: Layout, *, hidden_size: int, element_bytes: int, rank: int = 0
-) -> Iterator[CollectiveTraffic]:
+def expert_traffic(exchanges: Sequence[RowExchange], layout: Layout, *, rank: int = 0) -> Iterator[CollectiveTraffic]:
     """Yields the traffic between ranks that have other experts: rows of D numbers to the experts and back, and
     gradients.
 
     Four all-to-alls in a layer (two forward, two backward; two more where the layer is recomputed). A rank that sends n
     rows of its tokens elsewhere, and receives m, sends n and gives back m; it likewise sends n rows of gradients of the
-    experts' outputs, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers
-    of 8 bytes, once, also where the layer is recomputed.
+    experts' outputs, and gives back m. What is sent may be in few bits, what comes back never is. Before, ranks tell
+    each other how many rows of each of E experts come: E numbers of 8 bytes, once, also where the layer is recomputed.
     """
-    rows = counts = calls = 0
+    row_bytes = counts = calls = 0
     for each in exchanges:
-        both = each.sent_rows + each.received_rows
-        rows += both * each.runs
-        rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients
+        row_bytes += (each.sent_rows * each.dispatched_bytes + each.received_rows * each.row_bytes) * each.runs
+        row_bytes += each.sent_rows * each.gradient_bytes * each.output_gradients
+        row_bytes += each.received_rows * each.row_bytes * each.input_gradients
         counts += each.micro_batches * each.num_experts
         calls += each.micro_batches * (2 * each.runs + each.output_gradients + each.input_gradients)
     number = data_number(layout, rank)
     group = _DataGroup(layout, number - number % layout.expert, 1, layout.expert)
-    if rows:  # counted as they are: the share that stays here is no n-th of them
-        row_bytes = Fraction(rows * hidden_size * element_bytes)
-        yield CollectiveTraffic(group.axis, "all-to-all", row_bytes, calls, "rows of tokens", group.shape)
+    if row_bytes:  # counted as they are: the share that stays here is no n-th of them
+        yield CollectiveTraffic(group.axis, "all-to-all", Fraction(row_bytes), calls, "rows of tokens", group.shape)
     of_counts = sum(each.micro_batches for each in exchanges)
     yield from group.traffic("all-to-all", counts * 8, "rows of each expert", of_counts)
 
