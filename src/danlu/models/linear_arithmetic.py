@@ -29,7 +29,7 @@ class Products(NamedTuple):
     counts: Tensor | None = None
     """[G]: rows of each layer, of stacked ones."""
     kept: tuple[Tensor, ...] = ()
-    """What the arithmetic keeps of x, of rows that have come as codes; x then has a shape and a type alone."""
+    """Codes of x (`LinearArithmetic.keep`), of rows that have come so; x then has a shape and a type alone."""
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the outputs, and what is kept of x."""
