@@ -1440,10 +1440,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/traffic.py",
-        "rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients",
-        "rows += each.sent_rows * each.output_gradients + each.sent_rows * each.input_gradients",
+        "row_bytes += each.received_rows * each.row_bytes * each.input_gradients",
+        "row_bytes += each.sent_rows * each.row_bytes * each.input_gradients",
         "parallel/test_expert.py",
         "formulas",
+    ),
+    Mutation(
+        "planning/step_traffic.py",
+        'sends_codes(model, experts, "down_proj") and not feed.bias',
+        'sends_codes(model, experts, "down_proj")',
+        "parallel/test_expert.py",
+        "formulas",
+    ),
+    Mutation(
+        "parallel/expert.py",
+        "self.codes.from_bytes(arrived.index_select(0, order), rows.shape[1])",
+        "self.codes.from_bytes(arrived, rows.shape[1])",
+        "parallel/test_expert.py",
+        "travel_in_fp8",
     ),
     Mutation(
         "verification/trace.py",
