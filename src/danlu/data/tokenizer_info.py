@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
+
+from danlu.core.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from danlu.data.tokenizer import Tokenizer

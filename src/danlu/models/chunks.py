@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from danlu.core.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
+from danlu.core.fast_dataclass import dataclass
 from danlu.core.shard_box import ShardBox
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig

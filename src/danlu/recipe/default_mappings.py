@@ -29,7 +29,8 @@ def with_default_mappings(value: Any, hint: Hint, default: Any = None) -> Any:
         return value
     filled = dict(value)
     if isinstance(default, section):
-        given = default.model_dump(mode="json", include=default.model_fields_set - {*section.one_of})
+        names = default.model_fields_set - {*section.one_of}
+        given = default.model_dump(mode="json", include=names) if names else {}  # a dump builds the section's validator
         filled |= {name: own for name, own in given.items() if name not in value}
     hints = field_types(section)
     return {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, Recipe, terms_of
 from danlu.recipe.teachers import teachers_of
 

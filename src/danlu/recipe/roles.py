@@ -6,9 +6,9 @@ Nothing is read from folders: a path may lead to adapters, which name a base.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import (
     AdapterOff,
     AdapterSection,
@@ -172,13 +172,13 @@ def task_of(recipe: Recipe) -> Task | None:
 
 def _value(recipe: Recipe) -> RoleModel | None:
     """The model of values of PPO; None where the objective has no values."""
+    share = value_share(recipe)
+    if share is None:
+        return None
+    if share == "policy":
+        return ValueHead()
     section = value_section(recipe)
-    match value_share(recipe):
-        case "policy":
-            return ValueHead()
-        case "base":
-            return ValueAdapter(value_adapter(recipe), section.model)
-        case "none":
-            model = recipe.model if section.model is None else Model(path=section.model)
-            return TrainedModel(model, task="sequence-classification")
-    return None
+    if share == "base":
+        return ValueAdapter(value_adapter(recipe), section.model)
+    model = recipe.model if section.model is None else Model(path=section.model)
+    return TrainedModel(model, task="sequence-classification")

@@ -9,10 +9,11 @@ reward models and of policy gradients. Where rollouts round, the objective corre
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
+from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import (
     AdamW,
     BatchSize,
@@ -22,11 +23,14 @@ from danlu.recipe.sections import (
     PreferenceObjective,
     Recipe,
     Section,
+    default_section,
     value_at,
 )
 from danlu.recipe.sections.policy_gradient import PolicyGradientSection
 from danlu.recipe.type_hints import variants_of
 from danlu.recipe.yaml_tree import Node, Origin
+
+ADAMW = default_section(AdamW)  # one that is validated would build AdamW's own validator, at each start
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def expand_defaults(tree: Node) -> None:
     about = f"stage {name}, {'an adapter' if has_adapter else 'all weights'} trained"
     origin = replace(stage.origin, default_of=about)
     kind, is_written = tree.nearest("optimizer.kind")
-    optimizer = kind.value if is_written else AdamW().kind
+    optimizer = kind.value if is_written else ADAMW.kind
     for key, value in stage_values(name, has_adapter=has_adapter, optimizer=optimizer):
         _write_default(tree, key, value, origin)
 
@@ -130,7 +134,7 @@ def stage_values(name: str, *, has_adapter: bool, optimizer: object = "adamw") -
     defaults = STAGE_DEFAULTS[name]
     variant = variants_of(Optimizer).get(str(optimizer))
     if variant is not None:
-        ratio = (defaults.adapter_rate if has_adapter else defaults.rate) / AdamW().learning_rate
+        ratio = (defaults.adapter_rate if has_adapter else defaults.rate) / ADAMW.learning_rate
         yield "optimizer.kind", str(optimizer)
         for key in RATE_KEYS:
             if (field := variant.model_fields.get(key.partition(".")[2])) is not None:
@@ -149,7 +153,7 @@ def former_values(name: str, optimizer: str) -> dict[str, Any]:
     former = {"schedule.kind": "cosine", "schedule.warmup": 0.05, "optimizer.weight_decay": decay}
     for key in RATE_KEYS:
         if (field := variant.model_fields.get(key.partition(".")[2])) is not None:
-            former[key] = 2e-4 if field.default == AdamW().learning_rate else field.default
+            former[key] = 2e-4 if field.default == ADAMW.learning_rate else field.default
     if (unit := STAGE_DEFAULTS[name].batch_unit) != "prompts":
         former[f"batch.{unit}"] = 8
     return former

@@ -47,6 +47,8 @@ def sources_are_consistent(data: Data) -> Iterator[Problem]:
         index = weighted.index(False)
         message = "has no weight although other sources do: give every source a weight, or none"
         yield Problem(f"data.train.{index}", message)
+    if len(train) == 1:
+        return
     seen: dict[str, int] = {}
     for index, source in enumerate(train):
         same = source.model_dump_json(exclude={"weight"})

@@ -15,7 +15,8 @@ KEY_BLOCK = 64
 
 def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
     """An engine that is configured has something to answer."""
-    if recipe.stage == "rl" or recipe.on_policy or recipe.rollout == Rollout() or recipe.evaluation.samples is not None:
+    is_default = recipe.rollout == Recipe.model_fields["rollout"].default
+    if recipe.stage == "rl" or recipe.on_policy or is_default or recipe.evaluation.samples is not None:
         return
     message = f"nothing is sampled: stage {recipe.stage} draws no answers, and there are no evaluation.samples. "
     yield Problem("rollout", f"{message}Leave it out, or add samples", reads=("stage", "evaluation.samples"))
