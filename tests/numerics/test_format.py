@@ -20,6 +20,7 @@ FORMATS = [
     Format("int8", (1, 0)),
     Format("int4", (1, 128), "float16", "integer"),
     Format("int4", (1, 32), zero="float"),
+    Format("int4", (32, 1), "bfloat16", "offset"),
     Format("int3", (2, 24), "bfloat16"),
 ]
 OF_BLOCKS = ("scales", "zeros", "format")

@@ -65,7 +65,8 @@ CacheGib = Annotated[
     typer.Option(help="The most memory for keys and values, in GiB. Default: 2, or what the longest answer takes."),
 ]
 Cache = Annotated[
-    Literal["auto", "fp8", "int8"], typer.Option(help="Keys and values in the type of activations, or in 8 bits.")
+    Literal["auto", "fp8", "int8", "int4"],
+    typer.Option(help="Keys and values in the type of activations, or in 8 or 4 bits."),
 ]
 Draft = Annotated[
     str | None,

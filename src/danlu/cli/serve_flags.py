@@ -21,7 +21,8 @@ class EngineFlags:
 
     cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0
     cache: Annotated[
-        Literal["auto", "fp8", "int8"], typer.Option(help="Keys and values in the type of activations, or in 8 bits.")
+        Literal["auto", "fp8", "int8", "int4"],
+        typer.Option(help="Keys and values in the type of activations, or in 8 or 4 bits."),
     ] = "auto"
     sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256
     adapters_root: Annotated[

@@ -23,7 +23,8 @@ def cache_sizes(
     dtype: of activations. All stages of a pipeline call it.
     """
     routes = model.config.route_shape if options.routes else None
-    own = CacheSizes.of(layer_caches(model), options.block, dtype.itemsize, routes, options.cache)
+    drafts = options.bounds.drafts
+    own = CacheSizes.of(layer_caches(model), options.block, dtype.itemsize, routes, options.cache, drafts)
     return own if pipeline is None else CacheSizes.largest(pipeline.all_gather(own))
 
 

@@ -54,7 +54,7 @@ class DecodeBuffers:
     """The buffers of a pool; see `rows_of`."""
 
     def __init__(self, block: int, device: torch.device) -> None:
-        self._block, self._device = block, device
+        self.block, self._device = block, device
         self._layers: dict[int, _Layer] = {}
         self._storage: dict[int, Tensor] = {}  # by layer, flat; used again by other sequences
         # Of each row its sequence, None for one that has ended, and the position it was brought last. One list, so that
@@ -76,7 +76,7 @@ class DecodeBuffers:
         rows = self._continued(chunks) if longest <= self._capacity else None
         if rows is None:
             rows = list(range(len(chunks)))
-            capacity = -(-(longest + DECODE_ROOM) // self._block) * self._block
+            capacity = -(-(longest + DECODE_ROOM) // self.block) * self.block
             if len(chunks) * longest > MOST_PADDING * sum(chunk.stop for chunk in chunks):
                 return None
             if len(chunks) * capacity * token_bytes > DECODE_BUFFER_BYTES:
@@ -130,6 +130,8 @@ class DecodeRows:
         self._masks: dict[torch.dtype, Tensor] = {}
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[int, Tensor] = {}
+        self._newest: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}  # by heads and ring
+        self._full: dict[int, tuple[Tensor, Tensor] | None] = {}  # by heads
         self.of_rows: Tensor | None = None
         """[rows] int64: the sequence that each row of the buffers computes; None where these are the same."""
         self.live: Tensor | None = None
@@ -219,6 +221,8 @@ class DecodeRows:
             return own
         if own is None or own.written != self._number - 1:  # the pass before did not leave them as they should be
             own = layers[layer] = _Layer(self._gathered(layer, pool), self._number, value_width)
+        else:
+            self._encode_full(own.buffers, pool)
         own.written = self._number
         if self._same:
             own.buffers.select(3, self.tokens - 1).copy_(new)
@@ -244,9 +248,54 @@ class DecodeRows:
             else:
                 gathered = blocks.of_heads(rows)
             buffer[:, :, :stop] = gathered.view(count, heads, -1, width)
+            if not isinstance(blocks, Tensor) and blocks.newest is not None:
+                self._add_newest(buffer, blocks.newest)
         if not self._same:  # a short sequence does not see what a long one will have here, but 0 times NaN is NaN
             buffers[:, :, :, stop:] = 0
         return buffers
+
+    def _add_newest(self, buffer: Tensor, newest: Tensor) -> None:
+        """Puts the tokens of each sequence's own block into buffers [Q, K, capacity, C] as they are, which a ring
+        [slots, R, K, C] has."""
+        heads, ring = buffer.shape[1], newest.shape[1]
+        if (heads, ring) not in self._newest:
+            rows, places = [], []
+            for row, chunk in enumerate(self._chunks):
+                positions = np.arange(chunk.start // self._buffers.block * self._buffers.block, chunk.start)
+                rows.append(chunk.slot * ring + positions % ring)
+                places.append(self._places(row, heads, positions).T)
+            self._newest[heads, ring] = self._pair(rows, places)
+        if (pair := self._newest[heads, ring]) is not None:
+            entries = newest.flatten(0, 1).index_select(0, pair[0])  # [tokens, K, C]
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, pair[1], entries.flatten(0, 1))
+
+    def _encode_full(self, buffers: Tensor, pool: tuple[Blocks, ...]) -> None:
+        """Replaces tokens in buffers [kinds, Q, K, capacity, C] that are as they are by decoded ones, where the pass
+        before has filled their block."""
+        heads, block = buffers.shape[2], self._buffers.block
+        for buffer, blocks in zip(buffers, pool, strict=True):
+            if isinstance(blocks, Tensor) or blocks.newest is None:
+                continue
+            if heads not in self._full:
+                rows, places = [], []
+                for row, chunk in enumerate(self._chunks):
+                    if chunk.start % block == 0 and chunk.start > 0:
+                        rows.append(chunk.blocks[chunk.start // block - 1] * heads + np.arange(heads))
+                        places.append(self._places(row, heads, np.arange(chunk.start - block, chunk.start)))
+                self._full[heads] = self._pair(rows, places)
+            if (pair := self._full[heads]) is not None:
+                width = buffer.shape[-1]
+                buffer.view(-1, width).index_copy_(0, pair[1], blocks.of_heads(pair[0]).view(-1, width))
+
+    def _places(self, row: int, heads: int, positions: np.ndarray) -> np.ndarray:
+        """The places [K, positions] in buffers [Q * K * capacity, C] of a row's tokens."""
+        return ((row * heads + np.arange(heads)) * self._capacity)[:, None] + positions
+
+    def _pair(self, rows: list[np.ndarray], places: list[np.ndarray]) -> tuple[Tensor, Tensor] | None:
+        if not any(each.size for each in rows):
+            return None
+        first, second = (np.concatenate([each.ravel() for each in several]) for several in (rows, places))
+        return self._buffers.index(first.astype(np.int64)), self._buffers.index(second.astype(np.int64))
 
     def _table_of(self, heads: int, block: int) -> Tensor:
         """[Q*K*n] int64: of blocks [N*K, B*C] those of each sequence and head, n of each, the last one repeated."""

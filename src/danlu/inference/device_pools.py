@@ -40,6 +40,7 @@ class DevicePools:
         host_blocks: int = 0,
         slots: int = 0,
         cache: CacheKind = "auto",
+        newest: int = 0,
     ) -> None:
         self.blocks, self.host_blocks = blocks, host_blocks
         self._devices = tuple(devices)
@@ -56,6 +57,7 @@ class DevicePools:
                 host_blocks=host_blocks,
                 slots=slots,
                 cache=cache,
+                newest=newest,
             )
             for device in dict.fromkeys(devices)
         }

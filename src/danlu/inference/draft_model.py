@@ -26,6 +26,7 @@ class _CachedText:
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    slot: int = -1
 
 
 @dataclass
@@ -62,6 +63,7 @@ class DraftModelProposer:
             )
         self._runner = ModelRunner(model, dataclasses.replace(options, preempt="recompute", routes=False), dtype, None)
         self._block, self._batch_tokens = options.block, options.batch_tokens
+        self._slots = self._runner.running_limit if options.cache == "int4" else 0
         # Longer texts get no proposals.
         self._longest = min(model.config.context_length, self._runner.pool.blocks * options.block)
         self.reset()
@@ -80,22 +82,27 @@ class DraftModelProposer:
     def forget(self, number: int) -> None:
         """Gives the blocks of a sequence back."""
         cached = self._cached.pop(number, None)
-        for block in () if cached is None else cached.blocks:
+        if cached is None:
+            return
+        for block in cached.blocks:
             self._blocks.release(block)
+        if cached.slot >= 0:
+            self._free_slots.append(cached.slot)
 
     def reset(self) -> None:
         """Gives all blocks back."""
         self._cached: dict[int, _CachedText] = {}  # by sequence, the one used last at the end
         self._blocks = BlockPool(self._runner.pool.blocks)
+        self._free_slots = list(range(self._slots))
 
     def _groups(self, sequences: Sequence[DraftSequence]) -> Iterator[list[_Draft]]:
-        """Groups sequences such that the texts and proposals of a group fit into the pool together."""
+        """Groups sequences such that the texts and proposals of a group fit into the pool and its slots together."""
         group: list[_Draft] = []
         free = self._blocks.blocks
         for sequence in sequences:
             draft = self._new_draft(sequence)
             needed = self._blocks_of(draft)
-            if needed > free:
+            if needed > free or len(group) == self._slots > 0:
                 yield group
                 group, free = [], self._blocks.blocks
             group.append(draft)
@@ -123,6 +130,10 @@ class DraftModelProposer:
         for draft in group:
             while (lacking := self._blocks_of(draft) - len(draft.cached.blocks)) > self._blocks.free:
                 self.forget(next(iter(self._cached)))
+            if self._slots and draft.cached.slot < 0:
+                if not self._free_slots:
+                    self.forget(next(iter(self._cached)))
+                draft.cached.slot = self._free_slots.pop()
             draft.cached.blocks += (self._blocks.allocate() for _ in range(lacking))
 
     def _fill(self, group: Sequence[_Draft]) -> None:
@@ -163,7 +174,8 @@ class DraftModelProposer:
                 break
             number, prompt_length = draft.sequence.number, draft.sequence.prompt_length - draft.sequence.virtual_tokens
             rotary_length = draft.sequence.rotary_length - draft.sequence.virtual_tokens
-            chunks.append(Chunk(number, read, read + len(new), draft.cached.blocks, prompt_length, rotary_length))
+            stop, slot = read + len(new), draft.cached.slot
+            chunks.append(Chunk(number, read, stop, draft.cached.blocks, prompt_length, rotary_length, slot))
             draft.cached.tokens += new
             tokens += new
             if len(draft.cached.tokens) == len(draft.text):

@@ -269,6 +269,7 @@ class EmbeddedEngine(StepwiseEngine):
             counters=self._counters,
             window=self._runner.window,
             has_states=self._config.has_states,
+            keeps_newest=self.options.cache == "int4",
         )
 
     def _begin(self, answers: Sequence[Answer]) -> None:

@@ -37,6 +37,8 @@ class EncodedBlocks:
     format: CacheFormat
     dtype: torch.dtype
     """The type of decoded entries."""
+    newest: None = None
+    """No token is kept as it is."""
 
     @property
     def shape(self) -> torch.Size:

@@ -76,7 +76,8 @@ class EngineOptions:
     """The most memory that keys and values take, in GiB, on each process."""
     cache: CacheKind = "auto"
     """auto keeps keys and values in the type of activations; fp8 and int8 as codes with a scale for each token and
-    head (`encoded_blocks`)."""
+    head (`encoded_blocks`), int4 with one for each channel of a block's keys and for each token's values
+    (`grouped_blocks`)."""
     precision: RolloutPrecision = "auto"
     """The arithmetic of the products of linear layers: that of activations, or int8 and fp8 with weights that are
     encoded after each update (`numerics.encoded_products`)."""

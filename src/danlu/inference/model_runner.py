@@ -37,7 +37,7 @@ from danlu.models.packed_weights import PackedWeights
 from danlu.models.router_replay import recording
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
-from danlu.planning.cache_memory import GIB, PoolSize
+from danlu.planning.cache_memory import GIB, PoolSize, newest_tokens
 
 PROMPT_ROWS = 128
 """The number of a prompt's tokens with logits in memory at a time: logits of all would be larger than the model."""
@@ -113,6 +113,7 @@ class ModelRunner:
             "block": options.block,
             "host_blocks": size.host_blocks,
             "slots": size.slots,
+            "newest": newest_tokens(options.block, options.bounds.drafts),
         }
         self.pool: CachePool | DevicePools
         if model.device_map is None:

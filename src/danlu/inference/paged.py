@@ -8,7 +8,7 @@ Q queries · U blocks · R queries that read a block · P pairs of a block and a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +27,7 @@ from danlu.models.recurrent_order import RecurrentRuns
 from danlu.models.segments import Segment
 
 if TYPE_CHECKING:
-    from danlu.inference.pool import Blocks, CachePool
+    from danlu.inference.pool import CachePool
 
 # Chunks of up to so many tokens, such as a draft that is checked, are attended query by query.
 FEW_TOKENS = 8
@@ -44,7 +44,7 @@ MOST_PADDING = 1.25
 LEAST_DENSITY = 0.5
 
 
-class _Scoring(NamedTuple):
+class Scoring(NamedTuple):
     """How scores are made of products, in one layer: see `Attend`."""
 
     scale: float
@@ -53,6 +53,8 @@ class _Scoring(NamedTuple):
     sinks: Tensor | None
 
 
+Run = Callable[[int, Tensor, Keys, "Scoring"], Tensor]
+"""Attention of some tokens of a pass: of a layer's queries [tokens, H, C] with the keys of these tokens."""
 Query = tuple[Sequence[int], int]
 """The blocks of its sequence, and its position."""
 
@@ -68,21 +70,30 @@ class PagedAttention:
     def __init__(self, plan: Plan, pool: CachePool) -> None:
         self.pool = pool
         self._plan = plan
-        self._runs: list[tuple[slice, Callable[..., Tensor]]] = []
+        self._runs: list[tuple[slice, Run]] = []
         self._rounded: dict[int, tuple[Tensor, ...]] = {}  # by layer, where entries are encoded
-        start = 0
+        start = first = 0
         for kind, several in itertools.groupby(plan.chunks, _kind):
             chunks = list(several)
             stops = list(itertools.accumulate((chunk.stop - chunk.start for chunk in chunks), initial=start))
-            if kind == "whole":
-                boundaries = tuple(stop - start for stop in stops)
-                self._runs.append((slice(start, stops[-1]), partial(_within_chunks, PackedAttention(boundaries))))
-            elif kind == "few":
-                self._runs.append((slice(start, stops[-1]), _ByQuery(chunks, pool)))
-            else:
-                for chunk, (first, stop) in zip(chunks, itertools.pairwise(stops), strict=True):
-                    self._runs.append((slice(first, stop), _OfSequence(chunk, pool)))
-            start = stops[-1]
+            self._runs.extend(self._runs_of(kind, first, chunks, stops))
+            start, first = stops[-1], first + len(chunks)
+
+    def _runs_of(
+        self, kind: str, first: int, chunks: Sequence[Chunk], stops: Sequence[int]
+    ) -> Iterator[tuple[slice, Run]]:
+        """Yields the attention of chunks of a kind, which are neighbours: tokens of the pass, and what computes them.
+
+        first: the number of the first chunk. stops: [chunks + 1] where the chunks begin and end in the pass.
+        """
+        if kind == "whole":
+            boundaries = tuple(stop - stops[0] for stop in stops)
+            yield slice(stops[0], stops[-1]), partial(_within_chunks, PackedAttention(boundaries))
+        elif kind == "few":
+            yield slice(stops[0], stops[-1]), ByQuery(chunks, self.pool)
+        else:
+            for chunk, (start, stop) in zip(chunks, itertools.pairwise(stops), strict=True):
+                yield slice(start, stop), _OfSequence(chunk, self.pool)
 
     @cached_property
     def runs(self) -> RecurrentRuns:
@@ -109,7 +120,7 @@ class PagedAttention:
             layer = keys.layer
             if self.pool.is_encoded:
                 keys = replace(keys, stored=self._rounded[layer])
-        scoring = _Scoring(scale, window, softcap, sinks)
+        scoring = Scoring(scale, window, softcap, sinks)
         if len(self._runs) == 1:
             return self._runs[0][1](layer, q, keys, scoring)
         return torch.cat([attend(layer, q[rows], self._keys_of(keys, rows), scoring) for rows, attend in self._runs])
@@ -128,7 +139,7 @@ class PagedAttention:
         return self.pool.index([at for chunk in self._plan.chunks for at in range(chunk.start, chunk.stop)])
 
 
-def _within_chunks(attend: PackedAttention, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
+def _within_chunks(attend: PackedAttention, layer: int, q: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
     """Attention of chunks that are whole sequences so far: nothing is read from the pool."""
     return attend(layer, q, keys, **scoring._asdict())
 
@@ -146,28 +157,43 @@ class _OfSequence:
         self.chunk, self.pool = chunk, pool
         self._blocks: dict[int, Tensor] = {}  # by the first of them
 
-    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
         chunk, block, window = self.chunk, self.pool.block, scoring.window
         first = 0 if window is None else max(0, chunk.start - window + 1) // block
         if first not in self._blocks:
             self._blocks[first] = self.pool.index(chunk.blocks[first : -(-chunk.stop // block)])
         tokens = chunk.stop - first * block
         stored = self.pool.gather(layer, self._blocks[first], tokens)
-        absorb = keys.absorb if keys.absorb is not None and len(q) < keys.absorb.fewest_expanded else None
-        if absorb is not None:
-            q = absorb.queries(q)
-            k, v = absorbed_keys(stored, absorb)
-        elif keys.expand is not None:
-            k, v = keys.expand(stored, torch.arange(first * block, chunk.stop, device=q.device))
-        else:
-            k, v = stored  # [S, K, C]
         segment = Segment(chunk.start - first * block, tokens, ((0, tokens),))
-        settings = BlockSettings((segment,), scoring.scale, window, scoring.softcap)
-        out: Tensor = BlockAttention.apply(q, k, v, settings, scoring.sinks)
-        return out if absorb is None else absorb.outputs(out)
+        return over_segments((segment,), q, stored, range(first * block, chunk.stop), keys, scoring)
 
 
-class _ByQuery:
+def over_segments(
+    segments: tuple[Segment, ...],
+    q: Tensor,
+    stored: tuple[Tensor, ...],
+    positions: Sequence[int],
+    keys: Keys,
+    scoring: Scoring,
+) -> Tensor:
+    """Attention of the queries of segments [queries, H, C] to stored entries [S, *lead, C] -> [queries, H, W].
+
+    positions: [S] of the entries in their sequence. keys: how they become keys and values.
+    """
+    absorb = keys.absorb if keys.absorb is not None and len(q) < keys.absorb.fewest_expanded else None
+    if absorb is not None:
+        q = absorb.queries(q)
+        k, v = absorbed_keys(stored, absorb)
+    elif keys.expand is not None:
+        k, v = keys.expand(stored, torch.tensor(positions, device=q.device))
+    else:
+        k, v = stored  # [S, K, C]
+    settings = BlockSettings(segments, scoring.scale, scoring.window, scoring.softcap)
+    out: Tensor = BlockAttention.apply(q, k, v, settings, scoring.sinks)
+    return out if absorb is None else absorb.outputs(out)
+
+
+class ByQuery:
     """Attention of queries of many sequences, each over the blocks it sees.
 
     Little is copied together first, query by query, which takes few calls. Of more no key is copied: those of a block
@@ -177,17 +203,16 @@ class _ByQuery:
 
     def __init__(self, chunks: Sequence[Chunk], pool: CachePool) -> None:
         self.pool = pool
-        self._chunks = chunks
         self._queries = [(chunk.blocks, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         single = all(chunk.stop - chunk.start == 1 for chunk in chunks)
         self._rows = pool.decode_buffers.rows_of(chunks, pool.token_bytes) if single else None
         self._longest = max(chunk.stop for chunk in chunks)
-        self._over_pool = _OverBlocks(self._queries, pool.block, pool.device)
+        self._over_pool = OverBlocks(self._queries, pool.block, pool.device)
 
-    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
         stored, absorb = self.pool.tensors(layer), keys.absorb
         if keys.expand is not None and absorb is None:
-            blocks = self._expanded.keys_and_values(keys.expand, stored)
+            blocks = self._expanded.keys_and_values(keys.expand, layer)
             return self._expanded.over_blocks(q, blocks, None, scoring)
         width = None if absorb is None else absorb.value_width
         q = q if absorb is None else absorb.queries(q)
@@ -196,17 +221,17 @@ class _ByQuery:
             sinks = scoring.sinks
             out = self._rows.attend(layer, q, keys.stored, stored, scoring.scale, value_width=width, sinks=sinks)
         elif self.pool.is_encoded:
-            out = self._expanded.over_blocks(q, self._expanded.decoded(stored), width, scoring)
+            out = self._expanded.over_blocks(q, self._expanded.decoded(layer), width, scoring)
         else:
             out = self._over_pool(q, tuple(x for x in stored if isinstance(x, Tensor)), width, scoring)
         return out if absorb is None else absorb.outputs(out)
 
     @cached_property
-    def _expanded(self) -> _ExpandedBlocks:
-        return _ExpandedBlocks(self._queries, self.pool)
+    def _expanded(self) -> ExpandedBlocks:
+        return ExpandedBlocks(self._queries, self.pool)
 
 
-class _ExpandedBlocks:
+class ExpandedBlocks:
     """Keys and values of the blocks that queries read, each block once: expanded from stored entries, or decoded."""
 
     def __init__(self, queries: Sequence[Query], pool: CachePool) -> None:
@@ -220,31 +245,32 @@ class _ExpandedBlocks:
                     places[number] = len(places)
                     positions.extend(range(index * pool.block, (index + 1) * pool.block))
             renumbered.append((tuple(places[number] for number in read), position))
+        self._pool = pool
         self._blocks = pool.index(list(places))  # [U] int64, in the pool
         self._positions = pool.index(positions)  # [U * B] int64, of the tokens in their sequences
         # Of these blocks by their place among them.
-        self.over_blocks = _OverBlocks(renumbered, pool.block, pool.device)
+        self.over_blocks = OverBlocks(renumbered, pool.block, pool.device)
 
-    def decoded(self, pool: tuple[Blocks, ...]) -> tuple[Tensor, ...]:
-        """Returns the stored entries [U, *lead, B, width] of these blocks."""
-        return tuple(x.index_select(0, self._blocks) for x in pool)
+    def decoded(self, layer: int) -> tuple[Tensor, ...]:
+        """Returns a layer's stored entries [U, *lead, B, width] of these blocks."""
+        return tuple(x.index_select(0, self._blocks) for x in self._pool.tensors(layer))
 
-    def keys_and_values(self, expand: Expand, pool: tuple[Blocks, ...]) -> tuple[Tensor, ...]:
-        """Expands stored entries [N, *lead, B, width] to keys [U, K, B, C] and values [U, K, B, W]."""
-        stored = [x.index_select(0, self._blocks).movedim(-2, 1).flatten(0, 1) for x in pool]  # [U*B, *lead, width]
-        shape = len(self._blocks), -1
+    def keys_and_values(self, expand: Expand, layer: int) -> tuple[Tensor, ...]:
+        """Expands a layer's stored entries to keys [U, K, B, C] and values [U, K, B, W]."""
+        stored = [x.movedim(-2, 1).flatten(0, 1) for x in self.decoded(layer)]  # [U*B, *lead, width]
+        shape = len(self._positions) // self._pool.block, -1
         return tuple(x.unflatten(0, shape).transpose(1, 2).contiguous() for x in expand(stored, self._positions))
 
 
-class _OverBlocks:
-    """Attention of queries over blocks of keys and values; see `_ByQuery`."""
+class OverBlocks:
+    """Attention of queries over blocks of keys and values; see `ByQuery`."""
 
     def __init__(self, queries: Sequence[Query], block: int, device: torch.device) -> None:
         self._queries, self._block, self._device = queries, block, device
         self._tables: dict[tuple[int | None, int], _Table | None] = {}  # by window and key/value heads
         self._readings: dict[int | None, _Reading] = {}  # by window
 
-    def __call__(self, q: Tensor, blocks: tuple[Tensor, ...], value_width: int | None, scoring: _Scoring) -> Tensor:
+    def __call__(self, q: Tensor, blocks: tuple[Tensor, ...], value_width: int | None, scoring: Scoring) -> Tensor:
         """Computes attention of q [Q, H, C] to blocks: keys [N, K, B, C] and values [N, K, B, W], or keys alone with
         values in their first `value_width` features; sinks [H] -> [Q, H, W]."""
         keys, values = blocks if value_width is None else (blocks[0], blocks[0][..., :value_width])
@@ -276,7 +302,7 @@ class _OverBlocks:
             )
         return self._tables[window, heads]
 
-    def _by_reading(self, q: Tensor, keys: Tensor, values: Tensor, scoring: _Scoring) -> Tensor:
+    def _by_reading(self, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         scale, window, softcap, sinks = scoring
         if window not in self._readings:
             self._readings[window] = _Reading.of(self._queries, window, self._block, self._device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,13 +23,16 @@ from danlu.inference.paged import PagedAttention
 from danlu.inference.route_cache import RouteCache
 from danlu.inference.scheduler import Plan
 from danlu.inference.state_pool import StatePool
-from danlu.planning.cache_memory import TILE, CacheKind, block_bytes
+from danlu.planning.cache_memory import TILE, CacheKind, block_bytes, groups_of
 
 if TYPE_CHECKING:
     from danlu.inference.encoded_blocks import EncodedBlocks
+    from danlu.inference.grouped_blocks import GroupedBlocks, NewestTokens
 
-    Blocks = Tensor | EncodedBlocks
+    Blocks = Tensor | EncodedBlocks | GroupedBlocks
 
+_Kind = tuple[tuple[int, ...], int]
+"""The shape of a token's entries, and which groups they have (`cache_memory.group_of`) where these are in 4 bits."""
 ROUTE_DTYPE = torch.int16
 ALIGNMENT = 64
 """Bytes of a cache line and of the widest vector registers; numpy aligns to 16."""
@@ -42,10 +45,11 @@ class CachePool:
     [N, *lead, B, C]: the keys of a head in a block are one matrix, and a block is contiguous. Those of like shape, over
     all layers, lie in one tensor [layers and kinds, N, *lead, B, C], so that moving blocks takes few calls.
 
-    host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: of states, a slot for
-    each sequence that runs, where layers keep some (`states`). route_shape: (layers with experts, experts of a token)
-    where it is recorded which experts tokens go to (`routes`). cache: fp8 and int8 keep entries as codes with scales
-    (`encoded_blocks`), which move together.
+    host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: one for each sequence
+    that runs, where layers keep states (`states`) or `cache` is int4. route_shape: (layers with experts, experts of a
+    token) where it is recorded which experts tokens go to (`routes`). cache: fp8, int8 and int4 keep entries as codes
+    with scales (`encoded_blocks`, `grouped_blocks`), which move together. newest: with int4 the tokens of a sequence
+    that its slot has, as `cache_memory.newest_tokens`.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class CachePool:
         slots: int = 0,
         route_shape: tuple[int, int] | None = None,
         cache: CacheKind = "auto",
+        newest: int = 0,
     ) -> None:
         self.cache: CacheKind = cache
+        self._newest_tokens = newest
         self.slots, self.route_shape = slots, route_shape
         self.routes: RouteCache | None = None
         self.states: StatePool | None = None
@@ -71,56 +77,79 @@ class CachePool:
         self.token_bytes = block_bytes(layers, 1, dtype.itemsize)
         self.decode_buffers = DecodeBuffers(block, device)
         # By shape of a token: [layers and kinds, N, *lead, B, C], and of encoded entries their scales too.
-        self._storage: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
-        self._host: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._storage: dict[_Kind, tuple[Tensor, ...]] = {}
+        self._host: dict[_Kind, tuple[Tensor, ...]] = {}
+        self._newest: dict[_Kind, Tensor] = {}  # [layers and kinds, slots, R, *lead, C]
         self._views: list[tuple[Blocks, ...]] = []
         self._slots = Slots(Plan(), block, device)
+        self._of_newest: NewestTokens | None = None  # of the plan that was carried out last
         self.allocate()
 
     def allocate(self) -> None:
         """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""
-        shapes = [shape for layer in self.layers for shape in layer.shapes]
-        for shape in dict.fromkeys(shapes):
-            *lead, _ = shape
-            count, parts = shapes.count(shape), self._parts(shape)
-            self._storage[shape] = tuple(
-                _zeros((count, self.blocks, *lead, self.block, width), dtype, self.device) for width, dtype in parts
+        kinds = [kind for layer in self.layers for kind in self._kinds(layer)]
+        for kind in dict.fromkeys(kinds):
+            (*lead, width), _ = kind
+            count, parts = kinds.count(kind), self._parts(kind)
+            self._storage[kind] = tuple(
+                _zeros((count, self.blocks, *lead, *size), dtype, self.device) for size, dtype in parts
             )
             if self.host_blocks:
-                of_host, pinned = (count, self.host_blocks, *lead, self.block), self.device.type == "cuda"
-                self._host[shape] = tuple(
-                    _host_zeros((*of_host, width), dtype, pinned=pinned) for width, dtype in parts
-                )
+                of_host, pinned = (count, self.host_blocks, *lead), self.device.type == "cuda"
+                self._host[kind] = tuple(_host_zeros((*of_host, *size), dtype, pinned=pinned) for size, dtype in parts)
+            if self.cache == "int4":
+                shape = count, self.slots, self._newest_tokens, *lead, width
+                self._newest[kind] = _zeros(shape, self.dtype, self.device)
         if self.route_shape is not None:
             of_block = (self.block, *self.route_shape)
             host = _host_zeros((self.host_blocks, *of_block), ROUTE_DTYPE, pinned=False) if self.host_blocks else None
             self.routes = RouteCache(_zeros((self.blocks, *of_block), ROUTE_DTYPE, self.device), host)
-        next_of = {shape: self._blocks_of(parts) for shape, parts in self._storage.items()}
-        self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
-        if self.slots:
+        next_of = {kind: self._blocks_of(kind, parts) for kind, parts in self._storage.items()}
+        self._views = [tuple(next(next_of[kind]) for kind in self._kinds(layer)) for layer in self.layers]
+        if self.slots and any(layer.states for layer in self.layers):
             self.states = StatePool(self.layers, self.slots, self.dtype, self.device)
 
-    def _parts(self, shape: tuple[int, ...]) -> list[tuple[int, torch.dtype]]:
-        """Returns (width, type) of each tensor that keeps entries of a shape."""
-        if self.cache == "auto":
-            return [(shape[-1], self.dtype)]
+    def _kinds(self, layer: LayerCache) -> Iterator[_Kind]:
+        """Yields the kind of each tensor of a layer: of one kind are those that lie in one tensor."""
+        for number, shape in enumerate(layer.shapes):
+            yield shape, min(number, 1) if self.cache == "int4" else 0
+
+    def _parts(self, kind: _Kind) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Returns (size for a head and block, type) of each tensor that keeps entries of a kind."""
+        (*_, width), number = kind
+        match self.cache:
+            case "auto":
+                return [((self.block, width), self.dtype)]
+            case "int4":
+                from danlu.inference.grouped_blocks import SCALE_DTYPE, ZERO_DTYPE
+
+                groups = groups_of(number, self.block, width)
+                return [((self.block, -(-width // 2)), torch.uint8), (groups, SCALE_DTYPE), (groups, ZERO_DTYPE)]
         from danlu.inference.encoded_blocks import CODE_DTYPES
 
-        return [(shape[-1], CODE_DTYPES[self.cache]), (-(-shape[-1] // TILE), torch.float32)]
+        scales = self.block, -(-width // TILE)
+        return [((self.block, width), CODE_DTYPES[self.cache]), (scales, torch.float32)]
 
-    def _blocks_of(self, parts: tuple[Tensor, ...]) -> Iterator[Blocks]:
-        """Yields the blocks of each layer and kind in the tensors of a shape."""
-        if self.cache == "auto":
-            yield from parts[0]
-            return
-        from danlu.inference.encoded_blocks import EncodedBlocks
+    def _blocks_of(self, kind: _Kind, parts: tuple[Tensor, ...]) -> Iterator[Blocks]:
+        """Yields the blocks of each layer and kind in the tensors of a kind."""
+        match self.cache:
+            case "auto":
+                yield from parts[0]
+            case "int4":
+                from danlu.inference.grouped_blocks import GroupedBlocks
 
-        for codes, scales in zip(*parts, strict=True):
-            yield EncodedBlocks(codes, scales, self.cache, self.dtype)
+                for codes, scales, zeros, newest in zip(*parts, self._newest[kind], strict=True):
+                    yield GroupedBlocks(codes, scales, zeros, newest, kind[1])
+            case _:
+                from danlu.inference.encoded_blocks import EncodedBlocks
+
+                for codes, scales in zip(*parts, strict=True):
+                    yield EncodedBlocks(codes, scales, self.cache, self.dtype)
 
     def release(self) -> None:
         """Gives the memory back, with all that was cached, until `allocate`."""
         self._storage, self._host, self._views, self.states, self.routes = {}, {}, [], None, None
+        self._newest, self._of_newest = {}, None
         self.decode_buffers.clear()
 
     @property
@@ -149,21 +178,32 @@ class CachePool:
         if self.routes is not None:
             self.routes.carry_out(plan)
         if plan.state_copies:
-            assert self.states is not None, "sequences have no states"
-            self.states.copy(plan.state_copies)
+            if self.states is not None:
+                self.states.copy(plan.state_copies)
+            source, target = (self.index(slots) for slots in zip(*plan.state_copies, strict=True))
+            for newest in self._newest.values():
+                newest.index_copy_(1, target, newest.index_select(1, source))
         if plan.fresh:  # what was left there may be NaN, and a probability of 0 times NaN is NaN
             fresh = self.index(plan.fresh)
             for blocks in itertools.chain.from_iterable(self._storage.values()):
                 blocks.index_fill_(1, fresh, 0)
         self._slots = Slots(plan, self.block, self.device)
+        if self.cache == "int4":
+            from danlu.inference.grouped_blocks import NewestTokens
+
+            self._of_newest = NewestTokens(plan.chunks, self.block, self._newest_tokens, self.device)
 
     def _with_host(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor of the host's pool with the one that its blocks come from."""
-        for shape, parts in self._storage.items():
-            yield from zip(self._host[shape], parts, strict=True)
+        for kind, parts in self._storage.items():
+            yield from zip(self._host[kind], parts, strict=True)
 
     def attend(self, plan: Plan) -> PagedAttention:
         """Attention of the plan's chunks, laid end to end."""
+        if self._of_newest is not None:
+            from danlu.inference.grouped_attention import GroupedAttention
+
+            return GroupedAttention(plan, self, self._of_newest)
         return PagedAttention(plan, self)
 
     def decode_rows(self, plan: Plan) -> DecodeRows | None:
@@ -172,7 +212,10 @@ class CachePool:
 
     def write(self, layer: int, *rows: Tensor) -> tuple[Tensor, ...]:
         """Writes a layer's entries of the latest plan's tokens, [T, *lead, C] each, and returns them as they are read:
-        rounded where entries are encoded."""
+        rounded where entries are encoded; in 4 bits as they are, which is how the tokens of their block read them."""
+        if self._of_newest is not None:
+            self._of_newest.write(layer, cast("tuple[GroupedBlocks, ...]", self._views[layer]), rows)
+            return rows
         read = []
         for blocks, new in zip(self._views[layer], rows, strict=True):
             slots, width = self._slots.rows(math.prod(new.shape[1:-1])), new.shape[-1]
@@ -180,13 +223,16 @@ class CachePool:
                 blocks.view(-1, width).index_copy_(0, slots, new.reshape(-1, width))
                 read.append(new)
             else:
-                read.append(blocks.write(slots, new))
+                read.append(cast("EncodedBlocks", blocks).write(slots, new))
         return tuple(read)
 
     def rounded(self, layer: int, *rows: Tensor) -> tuple[Tensor, ...]:
         """Returns entries [.., *lead, C] of a layer as they are read once they are written."""
-        views = zip(self._views[layer], rows, strict=True)
-        return tuple(new if isinstance(blocks, Tensor) else blocks.rounded(new) for blocks, new in views)
+        if self.cache == "int4":
+            return rows
+        views = cast("tuple[Tensor | EncodedBlocks, ...]", self._views[layer])
+        pairs = zip(views, rows, strict=True)
+        return tuple(new if isinstance(blocks, Tensor) else blocks.rounded(new) for blocks, new in pairs)
 
     def write_routes(self, routes: Tensor) -> None:
         """Keeps the experts that the tokens of the plan that was carried out last went to, [T, L, k] int16."""

@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
     rotary_length: int = 0
     """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
     slot: int = -1
-    """The slot of the sequence's state in the pool of states, where layers have them."""
+    """The slot of the sequence's state in the pool of states, or of its newest tokens, where the cache has slots."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Plan:
     copies: tuple[tuple[int, int], ...] = ()
     """Pairs (from, to) of blocks that several sequences share and that one is about to write in."""
     state_copies: tuple[tuple[int, int], ...] = ()
-    """Pairs (from, to) of slots of sequences that continue from another one's states."""
+    """Pairs (from, to) of slots of sequences that continue from another one's states or newest tokens."""
     fresh: tuple[int, ...] = ()
     """Blocks that are written from their beginning: they are cleared, since their old content may be NaN."""
     chunks: tuple[Chunk, ...] = ()
@@ -118,6 +118,8 @@ class Scheduler:
         window: the largest of all layers' attention windows, in tokens; None where a layer has none. Blocks that it has
             passed are given back.
         has_states: whether layers keep a state of each sequence that runs. One that makes room is read again then.
+        keeps_newest: whether the tokens of a block that is not full are kept as they are, for each sequence that runs.
+            One that is swapped out reads them again.
     """
 
     def __init__(
@@ -132,10 +134,12 @@ class Scheduler:
         counters: Counters | None = None,
         window: int | None = None,
         has_states: bool = False,
+        keeps_newest: bool = False,
     ) -> None:
         assert not has_states or preempt == "recompute", "states are not swapped out"
-        self.window = window
-        self._free_slots: list[int] | None = list(range(running_limit))[::-1] if has_states else None
+        self.window, self._keeps_newest = window, keeps_newest
+        has_slots = has_states or keeps_newest
+        self._free_slots: list[int] | None = list(range(running_limit))[::-1] if has_slots else None
         self._state_copies: list[tuple[int, int]] = []
         self.pool, self.host = pool, host or BlockPool(0)
         self.block, self.batch_tokens, self.running_limit = block, batch_tokens, running_limit
@@ -302,6 +306,7 @@ class Scheduler:
             builder.swapped_in += zip(sequence.host_blocks, blocks, strict=True)
             sequence.blocks = [*blocks[:1] * sequence.passed, *blocks]
             self._release_host(sequence)
+            self._count_read_again(sequence)
             return
         for block in cached:
             self.pool.share(block)
@@ -309,6 +314,9 @@ class Scheduler:
         sequence.remembered = len(cached)
         sequence.computed = len(cached) * self.block
         self.counters.prompt_tokens_reused += min(sequence.computed, sequence.prompt_length)
+        self._count_read_again(sequence)
+
+    def _count_read_again(self, sequence: SequenceState) -> None:
         computed_before = len(sequence.tokens) - 1  # but for the last, which is new; nothing of a prompt's
         self.counters.recomputed_tokens += max(0, computed_before - max(sequence.computed, sequence.prompt_length))
 
@@ -318,9 +326,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=_number)
         builder.preempted.append(sequence.number)
         self.counters.preemptions += 1
-        computed_blocks = sequence.blocks[sequence.passed : self._blocks_of(sequence.computed)]
+        kept = sequence.computed // self.block if self._keeps_newest else self._blocks_of(sequence.computed)
+        computed_blocks = sequence.blocks[sequence.passed : kept]
         if self.preempt == "swap" and computed_blocks and len(computed_blocks) <= self.host.free:
             self.counters.swaps += 1
+            sequence.computed = min(sequence.computed, kept * self.block)
             sequence.host_blocks = [self.host.allocate() for _ in computed_blocks]
             builder.swapped_out += zip(computed_blocks, sequence.host_blocks, strict=True)
         else:

@@ -38,7 +38,7 @@ class SequenceState:
     rotary_length: int = 0
     """Tokens that it may have at last, by which LongRoPE rotates all of them."""
     slot: int = -1
-    """Its slot of the pool of states, while it runs and where layers have states."""
+    """Its slot of the pool of states, or of newest tokens, while it runs and where the cache has slots."""
     remembered: int = 0
     """Full blocks that were offered to the prefix cache, or come from it."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 Element = Literal["e4m3", "e5m2", "e5m6", "e2m1", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 ScaleKind = Literal["float32", "float16", "bfloat16", "power-of-two", "e8m0", "e4m3"]
-ZeroKind = Literal["none", "integer", "float"]
+ZeroKind = Literal["none", "integer", "float", "offset"]
 Rounding = Literal["up", "floor"]
 
 WHOLE = 0
@@ -27,6 +27,8 @@ WHOLE = 0
 _E4M3_LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: a quotient by less may be infinite."""
+_MOST_STEPS = 32000.0
+"""The most steps from 0 to a block that is encoded with an offset: fewer than 2^15 by a scale in bfloat16 too."""
 _NAN_BITS, _SMALLEST_E8M0_BITS = 0x7FC00000, 1 << 22
 """The bits of float32's NaN, and of 2^-127, of which the 8 bits behind the sign are the bytes of E8M0."""
 
@@ -72,7 +74,9 @@ class Format:
     """power-of-two is one in float32; e8m0 one in a byte; e4m3 has a float32 scale of the whole tensor above it, as
     NVFP4."""
     zero: ZeroKind = "none"
-    """integer: codes are unsigned and zero is one of them, so that 0 is exact. float: any number of steps."""
+    """integer: codes are unsigned and zero is one of them, so that 0 is exact. float: any number of steps. offset: a
+    whole number of steps in 16 bits, between the least and the greatest number of a block that may lie on one side of
+    0."""
     rounding: Rounding = "up"
     """The direction of a power of two. up: no number saturates (DeepSeek-V3). floor: as OCP, where the largest may."""
     narrow_range: bool = False
@@ -129,7 +133,7 @@ class Scaled:
     """[.., Rb, Cb]: float32, or what the format says (e8m0: uint8, the exponent + 127)."""
     format: Format
     zeros: Tensor | None = None
-    """[.., Rb, Cb]: uint8 codes, or float32 steps."""
+    """[.., Rb, Cb]: uint8 codes, float32 steps, or int16 steps (`offset`)."""
     tensor_scale: Tensor | None = None
     """[.., 1, 1] float32, above scales of E4M3."""
     groups: Tensor | None = None
@@ -281,16 +285,23 @@ def codes_of(scaled: Tensor, form: Format) -> Tensor:
 
 
 def _encode_with_zero(x: Tensor, form: Format) -> Scaled:
-    """Encodes between the least and the greatest number of each block, 0 among them."""
+    """Encodes between the least and the greatest number of each block, 0 among them but for an offset."""
     least, greatest = _extremes(x, form)
-    least, greatest = least.clamp_max_(0), greatest.clamp_min_(0)
     last = 2**form.bits - 1
-    scales = ((greatest - least) / last).where(greatest != least, 1).clamp_min(_SMALLEST_SCALE)
-    stored = _stored_scales(scales, form.scale)
+    if form.zero == "offset":
+        scales = torch.maximum((greatest - least) / last, torch.maximum(greatest, -least) / _MOST_STEPS)
+        scales = scales.where(scales != 0, 1)
+    else:
+        least, greatest = least.clamp_max_(0), greatest.clamp_min_(0)
+        scales = ((greatest - least) / last).where(greatest != least, 1)
+    stored = _stored_scales(scales.clamp_min(_SMALLEST_SCALE), form.scale)
     zeros = -least / stored.float()
-    if form.zero == "integer":
-        zeros = zeros.round().clamp(0, last)
-    return encode_as(x, Scaled(x, stored, form, zeros.to(torch.uint8) if form.zero == "integer" else zeros))
+    match form.zero:
+        case "integer":
+            zeros = zeros.round().clamp(0, last).to(torch.uint8)
+        case "offset":
+            zeros = zeros.round().clamp(-(2**15), 2**15 - 1).to(torch.int16)
+    return encode_as(x, Scaled(x, stored, form, zeros))
 
 
 def _stored_scales(scales: Tensor, kind: ScaleKind) -> Tensor:

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from danlu.recipe import Recipe
 
 GIB = 2**30
-CacheKind = Literal["auto", "fp8", "int8"]
-"""How keys and values are kept: in the type of activations, or as 8-bit codes with scales."""
+CacheKind = Literal["auto", "fp8", "int8", "int4"]
+"""How keys and values are kept: in the type of activations, or as codes of 8 or 4 bits with scales."""
 RolloutPrecision = Literal["auto", "int8", "fp8"]
 """How products of linear layers are computed: in the type of activations, or with weights encoded once an update."""
 TILE = 128
-"""Features of a token's entry that share a scale where entries are encoded."""
+"""Features of a token's entry that share a scale where entries have 8 bits."""
+GROUP = 32
+"""Tokens of a channel (keys), or channels of a token (values), that share a scale where entries have 4 bits (KIVI,
+arXiv:2402.02750)."""
+GROUP_BYTES = 4
+"""Bytes of a group's scale (bfloat16) and zero (int16)."""
 ROUTE_BYTES = 2
 """Bytes of the number of an expert, where the routes of tokens are recorded."""
 DECODE_BUFFER_BYTES = 128 << 20
@@ -89,6 +94,13 @@ class CacheSizes:
     """Bytes of a sequence's states."""
     window: int | None
     """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
+    newest_bytes: int = 0
+    """Bytes of a sequence's newest tokens, which are kept as they are where entries have 4 bits."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of what a sequence that runs has for itself."""
+        return self.state_bytes + self.newest_bytes
 
     @classmethod
     def of(
@@ -98,11 +110,12 @@ class CacheSizes:
         element_bytes: int,
         routes: tuple[int, int] | None = None,
         cache: CacheKind = "auto",
+        drafts: int = 0,
     ) -> CacheSizes:
         """Computes the sizes of the cache of some layers.
 
         block: tokens of a block; element_bytes: of an activation; routes: (layers with experts, experts of a token)
-        where the experts of tokens are recorded.
+        where the experts of tokens are recorded; drafts: proposed tokens that a sequence may have to give up.
         """
         windows = [layer.window for layer in layers if layer.shapes]
         known = [window for window in windows if window is not None]
@@ -110,6 +123,7 @@ class CacheSizes:
             block_bytes(layers, block, element_bytes, routes, cache),
             state_bytes(layers, element_bytes),
             max(known, default=1) if len(known) == len(windows) else None,
+            newest_tokens(block, drafts) * block_bytes(layers, 1, element_bytes) if cache == "int4" else 0,
         )
 
     @classmethod
@@ -117,7 +131,7 @@ class CacheSizes:
         """Computes the sizes of a whole model's cache on one of `ranks` tensor ranks."""
         routes = config.route_shape if bounds.routes else None
         layers = [layer.mixer.cache(ranks) for layer in config.layers]
-        return cls.of(layers, bounds.block, element_bytes, routes, bounds.cache)
+        return cls.of(layers, bounds.block, element_bytes, routes, bounds.cache, bounds.drafts)
 
     @classmethod
     def largest(cls, several: Sequence[CacheSizes]) -> CacheSizes:
@@ -128,6 +142,7 @@ class CacheSizes:
             max(each.block_bytes for each in several),
             max(each.state_bytes for each in several),
             max(known) if len(known) == len(windows) else None,
+            max(each.newest_bytes for each in several),
         )
 
 
@@ -137,9 +152,9 @@ class PoolSize:
 
     blocks: int
     slots: int
-    """Slots of states; 0 where no layer has any."""
+    """Slots of states and of newest tokens; 0 where sequences have none."""
     running: int
-    """The most sequences that are computed at a time; where layers have states, these may take half of the cache."""
+    """The most sequences that are computed at a time; what these have in slots may take half of the cache."""
     host_blocks: int
     """Blocks in the host's memory for sequences that make room."""
 
@@ -150,13 +165,14 @@ class PoolSize:
         context_length: the most tokens of a sequence. Raises ResourceError where not one block fits.
         """
         free, running = int(bounds.cache_gib * GIB), bounds.sequences
-        if sizes.state_bytes:
-            running = min(running, max(1, free // 2 // sizes.state_bytes))
-            free -= running * sizes.state_bytes
+        if sizes.slot_bytes:
+            running = min(running, max(1, free // 2 // sizes.slot_bytes))
+            free -= running * sizes.slot_bytes
         most = running * -(-context_length // bounds.block)  # with every context full
         blocks = min(most, free // sizes.block_bytes) if sizes.block_bytes and free > 0 else 0
         if blocks == 0 and (sizes.block_bytes or free <= 0):
-            state = f" next to the state of a sequence ({gib(sizes.state_bytes)} GiB)" if sizes.state_bytes else ""
+            kept = "state" if sizes.state_bytes else "newest tokens"
+            state = f" next to the {kept} of a sequence ({gib(sizes.slot_bytes)} GiB)" if sizes.slot_bytes else ""
             raise ResourceError(
                 f"rollout.cache_gib: {bounds.cache_gib} does not hold one block of {bounds.block} tokens "
                 f"({gib(sizes.block_bytes)} GiB){state}. Raise it, or lower rollout.block"
@@ -164,14 +180,14 @@ class PoolSize:
         swap_bytes = 0 if sizes.state_bytes else int(bounds.swap_gib * GIB)
         return cls(
             blocks or most,  # which take no memory where no layer keeps anything of single tokens
-            running if sizes.state_bytes else 0,
+            running if sizes.slot_bytes else 0,
             running,
             min(most, swap_bytes // sizes.block_bytes) if swap_bytes else 0,
         )
 
     def bytes_of(self, sizes: CacheSizes) -> int:
         """The bytes of all blocks and slots of a model, or of a pipeline's stage, with these sizes."""
-        return self.blocks * sizes.block_bytes + self.slots * sizes.state_bytes
+        return self.blocks * sizes.block_bytes + self.slots * sizes.slot_bytes
 
 
 def block_bytes(
@@ -183,14 +199,46 @@ def block_bytes(
 ) -> int:
     """The bytes of a block over some layers, with the routes of its tokens where they are recorded.
 
-    Encoded entries take a byte for each number, and four for each `TILE` of a head's.
+    Entries of 8 bits take a byte for each number, and four for each `TILE` of a head's; for those of 4 bits see
+    `groups_of`.
     """
-    shapes = [shape for layer in layers for shape in layer.shapes]
-    if cache == "auto":
-        of_token = element_bytes * sum(math.prod(shape) for shape in shapes)
-    else:
-        of_token = sum(math.prod(lead) * (width + _FLOAT32_BYTES * -(-width // TILE)) for *lead, width in shapes)
-    return block * (of_token + (0 if routes is None else ROUTE_BYTES * math.prod(routes)))
+    entries = sum(
+        math.prod(lead) * _head_bytes(number, block, width, element_bytes, cache)
+        for layer in layers
+        for number, (*lead, width) in enumerate(layer.shapes)
+    )
+    return entries + (0 if routes is None else block * ROUTE_BYTES * math.prod(routes))
+
+
+def _head_bytes(number: int, block: int, width: int, element_bytes: int, cache: CacheKind) -> int:
+    match cache:
+        case "auto":
+            return block * width * element_bytes
+        case "int4":
+            return block * -(-width // 2) + GROUP_BYTES * math.prod(groups_of(number, block, width))
+    return block * (width + _FLOAT32_BYTES * -(-width // TILE))
+
+
+def group_of(number: int) -> tuple[int, int]:
+    """Returns (tokens, channels) that share a scale where entries have 4 bits, of a layer's tensor by its number.
+
+    Keys have channels of a size of their own, the same for all tokens, so their groups are of one channel (KIVI). Of
+    values, which are averaged over tokens, those are of one token. MLA's latent is the first tensor of its layer, and
+    both: its norm gives all tokens one size, and channels theirs, so its groups are those of keys.
+    """
+    return (GROUP, 1) if number == 0 else (1, GROUP)
+
+
+def groups_of(number: int, block: int, width: int) -> tuple[int, int]:
+    """Returns how many groups a head's entries in a block have along tokens and along channels, the last ones short."""
+    tokens, channels = group_of(number)
+    return -(-block // tokens), -(-width // channels)
+
+
+def newest_tokens(block: int, drafts: int) -> int:
+    """Returns how many of its newest tokens a sequence keeps as they are where entries have 4 bits: a block that is not
+    full, and as many as may be given up again."""
+    return block + drafts
 
 
 def state_bytes(layers: Sequence[LayerCache], element_bytes: int) -> int:
@@ -209,8 +257,8 @@ def needed_cache_bytes(sizes: CacheSizes, bounds: EngineBounds, lengths: Iterabl
     """
     lengths = list(lengths)
     blocks = sum(-(-min(length, context_length) // bounds.block) for length in lengths)
-    states = min(len(lengths), bounds.sequences) * sizes.state_bytes
-    # States may take half of the cache: see `PoolSize.running`.
+    states = min(len(lengths), bounds.sequences) * sizes.slot_bytes
+    # They may take half of the cache: see `PoolSize.running`.
     return max(2 * states, states + blocks * sizes.block_bytes)
 
 

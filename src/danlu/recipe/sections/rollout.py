@@ -167,10 +167,12 @@ class Rollout(Section):
     """The page size: tokens with keys and values that are kept together."""
     cache_gib: Annotated[float, Field(gt=0), _EMBEDDED] = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
-    cache: Annotated[Literal["auto", "fp8", "int8"], _EMBEDDED] = "auto"
+    cache: Annotated[Literal["auto", "fp8", "int8", "int4"], _EMBEDDED] = "auto"
     """auto keeps keys and values in the type of activations; fp8 (E4M3) and int8 as 8-bit codes with a scale for each
-    token and head: about a quarter of float32's memory, half of bf16's. Answers then differ by rounding from what the
-    trainer computes, which policy_gradient.importance corrects; not with numerics: exact."""
+    token and head: about a quarter of float32's memory, half of bf16's. int4 keeps full blocks in 4 bits, keys with a
+    scale for each channel of up to 32 tokens, values for 32 channels of each token: about a third of bf16's with
+    block: 32; a block that is not full stays as it is. Answers then differ by rounding from what the trainer computes,
+    which policy_gradient.importance corrects; not with numerics: exact."""
     precision: Annotated[Literal["auto", "int8", "fp8"], _EMBEDDED] = "auto"
     """The products of linear layers in attention, feed-forward networks and experts. auto: in the type of activations.
     int8: of 8-bit integers, with a scale for each token and each output; fp8: in E4M3, in the blocks of `precision`
