@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from danlu.inference.blocks import BlockPool, root_digest
 from danlu.inference.scheduler import Chunk, Scheduler
 from danlu.inference.sequence_state import SequenceState
+from danlu.planning.cache_memory import newest_tokens
 
 NOTHING = ("nothing",)
 
@@ -18,8 +20,9 @@ NOTHING = ("nothing",)
 class TextPool:
     """Each slot holds the text up to its token and the adapter, which is what keys and values follow from."""
 
-    def __init__(self, blocks, host_blocks, block, window=None):
-        self.block, self.window = block, window
+    def __init__(self, blocks, host_blocks, block, window=None, ring=0):
+        self.block, self.window, self.ring = block, window, ring
+        self.newest = defaultdict(lambda: [NOTHING] * ring)  # by slot, where blocks have texts once they are full
         self.slots = [[NOTHING] * block for _ in range(blocks)]
         self.host = [[NOTHING] * block for _ in range(host_blocks)]
 
@@ -28,6 +31,8 @@ class TextPool:
             self.host[target] = list(self.slots[source])
         for source, target in plan.swapped_in:
             self.slots[target] = list(self.host[source])
+        for source, target in plan.state_copies:
+            self.newest[target] = list(self.newest[source])
         copied = [list(self.slots[source]) for source, _ in plan.copies]
         for (_, target), texts in zip(plan.copies, copied, strict=True):
             self.slots[target] = texts
@@ -42,9 +47,18 @@ class TextPool:
             self._set(chunk, position, (adapter, *tokens[: position + 1]))
 
     def _slot(self, chunk, position):
+        if self.ring and position // self.block == chunk.start // self.block:
+            return self.newest[chunk.slot][position % self.ring]
         return self.slots[chunk.blocks[position // self.block]][position % self.block]
 
     def _set(self, chunk, position, text):
+        if self.ring:
+            ring = self.newest[chunk.slot]
+            ring[position % self.ring] = text
+            if (position + 1) % self.block == 0:
+                texts = [ring[place % self.ring] for place in range(position + 1 - self.block, position + 1)]
+                self.slots[chunk.blocks[position // self.block]] = texts
+            return
         self.slots[chunk.blocks[position // self.block]][position % self.block] = text
 
 
@@ -52,7 +66,16 @@ class Simulation:
     """Sequences that end at a length of their own, through a scheduler and a pool of texts."""
 
     def __init__(
-        self, *, blocks, block, batch_tokens=8, running_limit=4, preempt="recompute", host_blocks=0, window=None
+        self,
+        *,
+        blocks,
+        block,
+        batch_tokens=8,
+        running_limit=4,
+        preempt="recompute",
+        host_blocks=0,
+        window=None,
+        ring=0,
     ):
         self.pool, self.host = BlockPool(blocks), BlockPool(host_blocks)
         self.scheduler = Scheduler(
@@ -63,8 +86,9 @@ class Simulation:
             preempt=preempt,
             host=self.host,
             window=window,
+            keeps_newest=ring > 0,
         )
-        self.texts = TextPool(blocks, host_blocks, block, window)
+        self.texts = TextPool(blocks, host_blocks, block, window, ring)
         self.block, self.window = block, window
         self.growth = {}  # by number: adapter, length at the end, sequences to branch off
         self.finished = {}
@@ -175,9 +199,10 @@ def arrivals(draw):
     host_blocks=st.sampled_from([None, 0, 3, 30]),
     drafts=st.integers(0, 6),
     window=st.none() | st.integers(1, 9),
+    keeps_newest=st.booleans(),
 )
 def test_every_sequence_finishes_and_reads_its_own_text(
-    arrivals, block, spare, batch_tokens, running_limit, host_blocks, drafts, window
+    arrivals, block, spare, batch_tokens, running_limit, host_blocks, drafts, window, keeps_newest
 ):
     longest = max(len(prompt) + growth for prompt, growth, *_ in arrivals)
     simulation = Simulation(
@@ -188,6 +213,7 @@ def test_every_sequence_finishes_and_reads_its_own_text(
         preempt="recompute" if host_blocks is None else "swap",
         host_blocks=host_blocks or 0,
         window=window,
+        ring=newest_tokens(block, drafts) if keeps_newest else 0,
     )
     expected = {}
     pending = sorted(enumerate(arrivals), key=lambda item: item[1][4])
@@ -337,8 +363,10 @@ def test_other_adapters_and_those_that_share_nothing_read_for_themselves():
 
 
 def test_swapped_out_is_not_computed_again_unless_the_host_is_full():
-    def preempted(host_blocks):
-        simulation = Simulation(blocks=5, block=4, batch_tokens=32, preempt="swap", host_blocks=host_blocks)
+    def preempted(host_blocks, blocks=5, ring=0):
+        simulation = Simulation(
+            blocks=blocks, block=4, batch_tokens=32, preempt="swap", host_blocks=host_blocks, ring=ring
+        )
         simulation.add(0, [1] * 7, 16)
         simulation.add(1, [2] * 6, 16)
         simulation.run()
@@ -347,6 +375,8 @@ def test_swapped_out_is_not_computed_again_unless_the_host_is_full():
     roomy, full = preempted(9), preempted(1)
     assert (roomy.preemptions, roomy.swaps, roomy.swap_fallbacks, roomy.recomputed_tokens) == (1, 1, 0, 0)
     assert (full.preemptions, full.swaps, full.swap_fallbacks) == (1, 0, 1) and full.recomputed_tokens > 0
+    newest = preempted(9, blocks=4, ring=4)  # whole blocks alone are swapped out
+    assert (newest.preemptions, newest.swaps) == (1, 1) and 0 < newest.recomputed_tokens < 4
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 3, 4, 5])

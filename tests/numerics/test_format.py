@@ -74,6 +74,20 @@ def test_boxes_have_the_numbers_of_the_whole(form: Format) -> None:
     assert torch.equal(moved.decode(), whole.decode()[3:7, 245:256]) == (form.block[0] in (0, 128))
 
 
+def test_an_offset_takes_blocks_far_from_zero_or_of_one_number() -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    x[:, :32] += 1000
+    x[:2] = torch.tensor([0.0, 3.7])[:, None]
+    encoded = encode(x, Format("int4", (1, 32), "bfloat16", "offset"))
+    steps = encoded.scales.float().repeat_interleave(32, dim=1)
+    # Half a step, and at the ends what the scale lost as it was rounded to 8 bits.
+    assert bool(((encoded.decode() - x).abs() <= (0.5 + 15 * 2.0**-8) * steps).all())
+    assert torch.equal(encoded.decode()[0], x[0]) and torch.allclose(encoded.decode()[1], x[1], rtol=2.0**-14)
+    assert steps[2:, :32].max() < 0.5  # 15 of them are the width of a block, 1000 is not in it
+    with_zero = encode(x, Format("int4", (1, 32), "bfloat16", "integer"))
+    assert with_zero.scales[2:, 0].min() > 50  # control: 0 is among the numbers
+
+
 def test_every_code_of_e4m3_is_decoded_as_torch_casts_it() -> None:
     """NaN too, of both signs; and codes that lie in memory by columns stay so."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)

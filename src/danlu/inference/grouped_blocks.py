@@ -97,10 +97,10 @@ class NewestTokens:
         self._block, self._device = block, device
         self._chunks = chunks
         begins = [chunk.start // block * block for chunk in chunks]
-        held = [chunk.start - begin for chunk, begin in zip(chunks, begins, strict=True)]
+        earlier = [chunk.start - begin for chunk, begin in zip(chunks, begins, strict=True)]
         new = [chunk.stop - chunk.start for chunk in chunks]
-        self._first_held = list(itertools.accumulate(held, initial=0))
-        count = self._first_held[-1]
+        self._first_earlier = list(itertools.accumulate(earlier, initial=0))
+        count = self._first_earlier[-1]
         self._first_new = list(itertools.accumulate(new, initial=count))
         rings, kept, full, full_rows = [], [], [], []
         for number, (chunk, begin) in enumerate(zip(chunks, begins, strict=True)):
@@ -111,7 +111,7 @@ class NewestTokens:
             for place in range(begin // block, chunk.stop // block):
                 full.append(chunk.blocks[place])
                 full_rows.append(self.rows(number, place * block, (place + 1) * block))
-        self._held = self._index(np.concatenate(rings)) if count else None
+        self._earlier = self._index(np.concatenate(rings)) if count else None
         self._kept = tuple(self._index(np.concatenate(each)) for each in zip(*kept, strict=True)) if kept else None
         self._full = (self._index(np.array(full)), self._index(np.concatenate(full_rows))) if full else None
         self._entries: dict[int, tuple[Tensor, ...]] = {}  # by layer
@@ -119,8 +119,8 @@ class NewestTokens:
     def rows(self, number: int, start: int, stop: int) -> np.ndarray:
         """The places among [H + T] of the tokens from position `start` to `stop` of a chunk, by its number."""
         positions, first = np.arange(start, stop), self._chunks[number].start
-        of_held = self._first_held[number] + positions - first // self._block * self._block
-        return np.where(positions < first, of_held, self._first_new[number] + positions - first)
+        of_earlier = self._first_earlier[number] + positions - first // self._block * self._block
+        return np.where(positions < first, of_earlier, self._first_new[number] + positions - first)
 
     def block_rows(self, number: int, place: int) -> np.ndarray:
         """The places [B] among [H + T] of the tokens of a chunk's block at `place`; those behind the chunk's last token
@@ -140,7 +140,7 @@ class NewestTokens:
     def _written(self, blocks: GroupedBlocks, new: Tensor) -> Tensor:
         ring = blocks.newest.flatten(0, 1)
         # Before the ring is written to: a long chunk overwrites it.
-        entries = new if self._held is None else torch.cat((ring.index_select(0, self._held), new))
+        entries = new if self._earlier is None else torch.cat((ring.index_select(0, self._earlier), new))
         if self._full is not None:
             numbers, places = self._full
             of_blocks = entries.index_select(0, places).unflatten(0, (-1, self._block))  # [U, B, *lead, C]
