@@ -2,6 +2,7 @@
 
     python benchmarks/rl_tasks.py tasks DATA OUTPUT [--steps 40] [--seed 0]   simple_arithmetic and countdown
     python benchmarks/rl_tasks.py length DATA OUTPUT [--steps 40] [--seed 0]  a reward for short stories: full and LoRA
+    python benchmarks/rl_tasks.py rollouts DATA OUTPUT [--steps 40] [--seeds 0 1 2]  in full, rollouts in 8 bits
 
 `tasks` trains a model of 0.9M parameters from scratch with danlu alone: a tokenizer, SFT on generated puzzles of both
 kinds, then GRPO on each kind from there. What it is judged by is never trained on: the 60 sums of BIG-bench's
@@ -14,6 +15,9 @@ other. That is more than it is, since both models answer the same rows.
 
 `length` starts from DATA/weights/stories260K-hf, lets it write one sentence after openings of stories, and rewards
 short ones: 0 up to 5 tokens, falling to -1 at 45.
+
+`rollouts` trains on that reward in full with answers that are drawn in the trainer's type, with products and cache in
+int8 (corrected by `importance: token`, the default there), and so without correction, for each seed.
 
 Recipes, data and rewards are written to OUTPUT and run by `danlu train`, so that each can be read, changed and run
 again; a run that is finished is not repeated.
@@ -29,7 +33,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -251,30 +255,36 @@ def right(run: Path, recipe: Path, rows: Path) -> tuple[float, int]:
 OPENINGS = ("Once upon a time", "One day", "There was", "Lily and Tom", "A little dog", "In the park", "The sun", "Mia")
 
 
+def short_stories(data: Path, output: Path, name: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """The recipe of a run with a reward for short answers."""
+    rows = write_rows(output / "openings.jsonl", [{"prompt": opening} for opening in OPENINGS])
+    return {
+        "stage": "grpo",
+        "model": str(data / "weights/stories260K-hf"),
+        "data": {"train": [str(rows)], "max_length": 64},
+        "rollout": {"samples": 8, "max_new_tokens": 45, "stop_strings": ["."]},
+        "rewards": [{"kind": "length", "most": 5, "slack": 40}],
+        "optimizer": {"kind": "adamw", "learning_rate": rate, "weight_decay": 0.0},
+        "schedule": {"kind": "constant", "warmup": 0},
+        "batch": {"prompts": 8},
+        "steps": options.steps,
+        "precision": "fp32",
+        "seed": options.seed,
+        "threads": options.threads,
+        "output": str(output / name),
+    }
+
+
 def length(data: Path, output: Path, options: argparse.Namespace) -> None:
     """GRPO with the same reward in full and with LoRA: a table of reward and length along the run."""
-    rows = write_rows(output / "openings.jsonl", [{"prompt": opening} for opening in OPENINGS])
     adapters: dict[str, Any] = {
         "full": None,
         "lora": {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear"},
     }
     curves = {}
     for name, adapter in adapters.items():
-        recipe = {
-            "stage": "grpo",
-            "model": str(data / "weights/stories260K-hf"),
-            "data": {"train": [str(rows)], "max_length": 64},
-            "rollout": {"samples": 8, "max_new_tokens": 45, "stop_strings": ["."]},
-            "rewards": [{"kind": "length", "most": 5, "slack": 40}],
-            "optimizer": {"kind": "adamw", "learning_rate": options.rates[name != "full"], "weight_decay": 0.0},
-            "schedule": {"kind": "constant", "warmup": 0},
-            "batch": {"prompts": 8},
-            "steps": options.steps,
-            "precision": "fp32",
-            "seed": options.seed,
-            "threads": options.threads,
-            "output": str(output / name),
-        } | ({"adapter": adapter} if adapter else {})
+        recipe = short_stories(data, output, name, options, options.rates[name != "full"])
+        recipe |= {"adapter": adapter} if adapter else {}
         lines = [line for line in train(output / f"{name}.yaml", recipe) if "reward" in line]
         curves[name] = lines
     print("| steps | full: reward | tokens | LoRA: reward | tokens |\n|---|---|---|---|---|")
@@ -288,6 +298,32 @@ def length(data: Path, output: Path, options: argparse.Namespace) -> None:
         print(f"| {start + 1} to {end} | {' | '.join(cells)} |")
 
 
+def rollouts(data: Path, output: Path, options: argparse.Namespace) -> None:
+    """GRPO with the same reward and rollouts in 8 bits: rewards of each seed, and their means with the spread."""
+    int8 = {"precision": "int8", "cache": "int8"}
+    kinds: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "int8": {"rollout": int8},
+        "int8, uncorrected": {"rollout": int8, "policy_gradient": {"importance": None}},
+    }
+    print("| rollouts | reward over the run | spread of seeds | in the last tenth | spread | by seed |")
+    print("|---|---|---|---|---|---|")
+    for kind, changes in kinds.items():
+        rewards = []
+        for seed in options.seeds:
+            options.seed = seed
+            name = f"{kind.replace(', ', '-')}-{seed}"
+            recipe = short_stories(data, output, name, options, options.rates[0])
+            for key, values in changes.items():
+                recipe[key] = recipe.get(key, {}) | values
+            lines = train(output / f"{name}.yaml", recipe)
+            rewards.append([line["reward"] for line in lines if "reward" in line])
+        means, lasts = [fmean(each) for each in rewards], [ends(each)[1] for each in rewards]
+        figures = (fmean(means), stdev(means), fmean(lasts), stdev(lasts))
+        by_seed = ", ".join(f"{mean:.4f}" for mean in means)
+        print(f"| {kind} | {' | '.join(f'{figure:.4f}' for figure in figures)} | {by_seed} |", flush=True)
+
+
 def ends(values: list[float]) -> tuple[float, float]:
     """The means of the first and of the last tenth."""
     tenth = max(1, len(values) // 10)
@@ -296,7 +332,7 @@ def ends(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tasks", "length"])
+    parser.add_argument("what", choices=["tasks", "length", "rollouts"])
     parser.add_argument("data", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=40, help="of each GRPO run")
@@ -310,10 +346,15 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs=2, default=[1e-4, 2e-3], help="length: learning rates, full, LoRA")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="rollouts")
     options = parser.parse_args()
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    run: Callable[[Path, Path, argparse.Namespace], None] = {"tasks": tasks, "length": length}[options.what]
+    run: Callable[[Path, Path, argparse.Namespace], None] = {
+        "tasks": tasks,
+        "length": length,
+        "rollouts": rollouts,
+    }[options.what]
     run(options.data.resolve(), output, options)
 
 

@@ -375,7 +375,7 @@ def test_swapped_out_is_not_computed_again_unless_the_host_is_full():
     roomy, full = preempted(9), preempted(1)
     assert (roomy.preemptions, roomy.swaps, roomy.swap_fallbacks, roomy.recomputed_tokens) == (1, 1, 0, 0)
     assert (full.preemptions, full.swaps, full.swap_fallbacks) == (1, 0, 1) and full.recomputed_tokens > 0
-    newest = preempted(9, blocks=4, ring=4)  # whole blocks alone are swapped out
+    newest = preempted(9, blocks=6, ring=4)  # whole blocks alone are swapped out
     assert (newest.preemptions, newest.swaps) == (1, 1) and 0 < newest.recomputed_tokens < 4
 
 
