@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from builders.adapter_folders import changed
-from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, theirs
+from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, save_adapter, theirs
 from builders.tiny_adapters import adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
@@ -195,7 +195,7 @@ def saved_by_peft(base: Path, folder: Path, **config: Any) -> Tensor:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    save_adapter(model, folder)
     return theirs(peft.PeftModel.from_pretrained(hugging_face(base), folder))
 
 

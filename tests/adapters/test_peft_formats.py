@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, theirs
+from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, save_adapter, theirs
 from builders.tiny_adapters import adapter_set, logits
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
@@ -128,7 +128,7 @@ def test_danlu_computes_what_peft_wrote(bases: dict[str, Path], tmp_path: Path, 
         if parameter.requires_grad:
             parameter.data += 0.2 * torch.randn_like(parameter)
     expected = theirs(model)
-    model.save_pretrained(tmp_path)
+    save_adapter(model, tmp_path)
     decoder = load(bases[family])
     before = logits(decoder, TOKENS)
     adapters = adapter_set(decoder)

@@ -105,6 +105,12 @@ def _read(base: Path, files: tuple[tuple[str, int], ...]) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
 
 
+def save_adapter(model: Any, folder: Path) -> None:
+    """Has PEFT write the adapter of a model, without a model card: its template takes longer than all the rest."""
+    model.create_or_update_model_card = lambda *_: None
+    model.save_pretrained(folder)
+
+
 def theirs(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     """[T, V] of the documents of `logits`, one by one; a soft prompt's own logits are left out."""
     model.eval()

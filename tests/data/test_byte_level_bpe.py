@@ -77,9 +77,21 @@ def characters() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=characters(), ignore_merges=st.booleans(), nfc=st.booleans())
 def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool, nfc: bool) -> None:
+    assert_same_ids(name, text, ignore_merges=ignore_merges, nfc=nfc)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN)
+@settings(max_examples=200, deadline=None)
+@given(text=characters(), ignore_merges=st.booleans(), nfc=st.booleans())
+def test_ids_of_many_texts_are_those_of_the_library(name: str, text: str, ignore_merges: bool, nfc: bool) -> None:
+    assert_same_ids(name, text, ignore_merges=ignore_merges, nfc=nfc)
+
+
+def assert_same_ids(name: str, text: str, *, ignore_merges: bool, nfc: bool) -> None:
     tokenizer = trained(name, ignore_merges=ignore_merges, nfc=nfc)
     found = byte_level_encoder(tokenizer)
     assert found is not None
@@ -115,7 +127,7 @@ def test_every_character_is_cut_as_by_the_library(name: str, every: int) -> None
 
 
 @pytest.mark.parametrize("what", [rf"\p{{{name}}}" for name in byte_level_bpe.PROPERTIES] + [r"\s", r"\d"])
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 23])
 def test_every_class_that_is_let_through_has_the_same_characters(what: str, every: int) -> None:
     import regex
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.covering import covering
+from builders.covering import covering, fast_pairs
 from builders.reference_attention import BOUNDARIES, CHAINS, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
@@ -93,13 +93,15 @@ def in_chunks(tensors: list[Tensor], sizes: list[int], window: int | None, softc
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (70, None), (None, 2.0)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "mask"),
+    fast_pairs([torch.float32, torch.bfloat16], [1, 2, 4], [(None, None), (3, None), (70, None), (None, 2.0)]),
+)
 @torch.no_grad()
 def test_bits_are_the_same_in_a_pack_a_tree_a_chunk_and_alone(
-    dtype: torch.dtype, kv_heads: int, window: int | None, softcap: float | None
+    dtype: torch.dtype, kv_heads: int, mask: tuple[int | None, float | None]
 ) -> None:
+    window, softcap = mask
     tensors = inputs(LENGTH, kv_heads, dtype, width=24)
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
     whole = BlockwiseAttention((0, LENGTH))(0, tensors[0], Keys(tuple(tensors[1:])), **options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from builders.covering import fast
 from torch import Tensor
 
 from danlu.numerics import batch_invariant as module
@@ -50,8 +52,14 @@ def same_in_any_company(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "inference"),
+    fast(
+        itertools.product([torch.float32, torch.bfloat16], [False, True]),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+    ),
+)
 def test_rows_of_products_do_not_depend_on_other_rows(dtype: torch.dtype, inference: bool) -> None:
     x, weight, bias = operands(dtype)
     counts = (1, 5, 33, 100) if inference else COUNTS  # the same kernels, reached in another way

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
@@ -28,6 +29,12 @@ SECTIONS: list[Optimizer] = [
     GaLore(learning_rate=4e-2, rank=8, update_every=3, states="adamw8bit"),
 ]
 each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+
+
+def each_fast(*kinds: str) -> pytest.MarkDecorator:
+    """All sections, of which those of `kinds` are of the fast tests."""
+    cases = fast(SECTIONS, *(section for section in SECTIONS if section.kind in kinds))
+    return pytest.mark.parametrize("section", cases, ids=[section.kind for section in SECTIONS])
 
 
 def run_with(folder: Path, section: Optimizer, **options: Any) -> Run:
@@ -79,7 +86,7 @@ def test_it_learns(tmp_path: Path, section: Optimizer) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
 
 
-@each
+@each_fast("galore")
 def test_an_overflow_is_left_out_and_a_resumed_run_is_the_same(tmp_path: Path, section: Optimizer) -> None:
     def run_over(folder: Path, overflow_after: int) -> Run:
         run = run_with(folder, section, scaler=LossScaler(scale=64.0), dtype=torch.float16)
@@ -114,7 +121,7 @@ class StrikesOnce(Watch):
         return "made up" if self.judged == 7 else super().spike_reason(loss, grad_norm)
 
 
-@each
+@each_fast("paged-adamw")
 def test_going_back_after_a_spike_ends_where_a_run_without_those_rows_does(tmp_path: Path, section: Optimizer) -> None:
     rewound, without, plain = (run_with(tmp_path / name, section) for name in ("rewound", "without", "plain"))
     rewound.watch = StrikesOnce(sections.Watch(policy="rewind"))

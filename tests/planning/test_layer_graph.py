@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.small_layers import (
     FEEDS,
     MIXERS,
@@ -53,8 +55,13 @@ def of_no_hook(config: ModelConfig, tokens: int, recompute: Kind) -> int:
     return sum(8 * tokens * layer.feed.top_k for layer in config.layers if isinstance(layer.feed, Experts))
 
 
-@pytest.mark.parametrize("recompute", KINDS)
-@pytest.mark.parametrize("mixer", MIXERS)
+HALF_OF_MIXERS = [
+    (mixer, KINDS[(number + step) % len(KINDS)]) for number, mixer in enumerate(MIXERS) for step in (0, 1)
+]
+"""Each with two kinds of recomputation, and each kind with half of them."""
+
+
+@pytest.mark.parametrize(("mixer", "recompute"), fast(itertools.product(MIXERS, KINDS), *HALF_OF_MIXERS))
 def test_every_mixer_keeps_what_is_predicted(mixer: str, recompute: Kind) -> None:
     number = list(MIXERS).index(mixer) + KINDS.index(recompute)
     dtype, lengths = list(TYPES.values())[number % 2], (SHORT, LONG)[number // 2 % 2]
@@ -107,8 +114,12 @@ def test_inputs_in_8_bits_are_predicted(mixer: str | None, feed: str | None, rec
         assert real < expected(None)  # control
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG])
-@pytest.mark.parametrize("recompute", KINDS)
+@pytest.mark.parametrize(
+    ("recompute", "lengths"),
+    fast(
+        itertools.product(KINDS, [SHORT, LONG]), *zip(KINDS, itertools.cycle([SHORT, SHORT, LONG, LONG]), strict=False)
+    ),
+)
 def test_layers_that_share_keys_keep_them_once(recompute: Kind, lengths: list[int]) -> None:
     """With embeddings of each layer; the control counts keys and values at every layer."""
     dtype = TYPES["bf16" if KINDS.index(recompute) % 2 else "fp32"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from danlu.recipe import Recipe, load, resolved_yaml
@@ -16,9 +17,20 @@ from tests.recipe.strategies import RECIPES
 Write = Callable[..., str]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipe=RECIPES)
 def test_loads_again_to_an_equal_recipe(recipe: Recipe) -> None:
+    assert_loads_again(recipe)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recipe=RECIPES)
+def test_many_load_again_to_equal_recipes(recipe: Recipe) -> None:
+    assert_loads_again(recipe)
+
+
+def assert_loads_again(recipe: Recipe) -> None:
     text = resolved_yaml(recipe)
     tree = parse(text, "recipe.yaml", problems := [])
     assert tree is not None

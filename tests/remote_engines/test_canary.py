@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from builders.covering import covering
+from builders.covering import covering, fast
 from builders.remote_engines import KINDS, adapter_writer, hand_over_of, only_server, scores, serving
 from builders.served_model import ServedModel
 from builders.tiny_adapters import adapter_set
@@ -22,7 +24,10 @@ PROMPTS = [tuple(range(3, 40)), tuple(range(60, 22, -1))]  # of several blocks
 TOLERANCE = 1e-3
 
 both = pytest.mark.parametrize("kind", sorted(KINDS))
-routes = pytest.mark.parametrize("route", ["folder", "group"])
+ways = pytest.mark.parametrize(
+    ("kind", "route"),
+    fast(itertools.product(sorted(KINDS), ["folder", "group"]), *zip(sorted(KINDS), ["group", "folder"], strict=True)),
+)
 
 
 def parameters(model):
@@ -37,8 +42,7 @@ def canary_of(engine, trainer, **settings):
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-@both
-@routes
+@ways
 def test_weights_that_arrived_are_let_pass(small_decoder, tmp_path, kind, route):
     trainer = small_decoder(seed=1)
     with serving(kind, small_decoder(), hand_over=hand_over_of(route, trainer, tmp_path)) as (engine, _):
@@ -130,8 +134,7 @@ def test_log_probabilities_alone_find_a_stale_tensor_too(small_decoder, tmp_path
             Canary(PROMPTS, scores(trainer), TOLERANCE).check(engine)
 
 
-@both
-@routes
+@ways
 def test_a_prefix_cache_that_was_not_dropped_is_found(small_decoder, tmp_path, kind, route):
     trainer = small_decoder()
     hand_over = hand_over_of(route, trainer, tmp_path)
@@ -158,8 +161,10 @@ class TrainedAdapter:
         return scores(self.model, lambda adapter: self.adapters.activate(*(() if adapter == "none" else ("policy",))))
 
 
-@both
-@pytest.mark.parametrize("size", [0.3, 1e-5])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    fast(itertools.product(sorted(KINDS), [0.3, 1e-5]), *zip(sorted(KINDS), [0.3, 1e-5], strict=True)),
+)
 def test_an_adapter_that_reaches_the_rollouts_is_let_pass_and_one_that_does_not_is_found(
     small_decoder, tmp_path, kind, size
 ):

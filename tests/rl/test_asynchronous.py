@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders.asynchronous_policy import LengthRewards
 from builders.asynchronous_policy import asynchronous_policy as policy
+from builders.covering import fast
 from builders.rollout_requests import SAMPLED, check_same, requests
 
 from danlu.core.errors import TrainingError
@@ -39,7 +40,7 @@ def lengths(trained):
     return np.array([branch.stop - branch.start for _, sample in trained for branch in sample.branches[1:]])
 
 
-@pytest.mark.parametrize(("staleness", "updates"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("staleness", "updates"), fast([(1, 1), (3, 1), (3, 2)], (1, 1), (3, 2)))
 def test_without_changes_of_weights_rollouts_are_those_of_a_synchronous_run(small_decoder, staleness, updates):
     synchronous, beside = (policy(small_decoder, each, updates=updates) for each in (None, staleness))
     for each in (synchronous, beside):
@@ -105,7 +106,7 @@ def test_answers_are_as_long_as_those_of_a_synchronous_run(small_decoder, as_com
         assert drawn.tolist() == expected.tolist() and first == 1
 
 
-@pytest.mark.parametrize(("staleness", "updates"), [(1, 1), (4, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("staleness", "updates"), fast([(1, 1), (4, 1), (1, 2), (3, 2)], (4, 1), (1, 2)))
 def test_no_token_is_older_than_its_bound_and_some_are_as_old(small_decoder, tmp_path, staleness, updates):
     made = policy(small_decoder, staleness, 0.02, tmp_path, passes=(4, 1, 2), updates=updates)
     ages, per_rollout = [], updates
@@ -214,7 +215,7 @@ def test_staleness_counts_the_updates_of_all_passes(small_decoder, tmp_path):
     assert max(values["staleness_max"] for values in seen) > 3
 
 
-@pytest.mark.parametrize("taken", [5, 8])
+@pytest.mark.parametrize("taken", fast([5, 8], 5))
 def test_a_rewind_into_a_rollout_of_several_passes(small_decoder, taken):
     """A run goes back, in its process, to a checkpoint between two passes, and back to it once more."""
     made = policy(small_decoder, 3, 0.02, updates=2)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.covering import fast
 from builders.tiny_run import SyntheticPacks, tiny_run
 from builders.tiny_world import reproducible
 
@@ -98,7 +99,7 @@ def test_an_update_that_runs_out_of_memory_half_way_is_not_saved(
     assert latest is not None and latest.step == 2  # the ordinary one
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", fast([torch.float32, torch.bfloat16, torch.float16], torch.float32, torch.float16))
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     def new(folder: str) -> Run:
         scaler = LossScaler() if dtype == torch.float16 else None
@@ -293,7 +294,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     return run, folder
 
 
-@pytest.mark.parametrize("kind", [ModelError, DataError, ResourceError, RecipeError])
+@pytest.mark.parametrize("kind", fast([ModelError, DataError, ResourceError, RecipeError], ModelError, RecipeError))
 def test_an_evaluation_that_fails_loses_no_step(
     tmp_path: Path, evaluated: tuple[Run, Path], kind: type[DanluError]
 ) -> None:

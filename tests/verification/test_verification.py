@@ -381,6 +381,7 @@ def test_images_that_are_not_there_are_made(tmp_path: Path) -> None:
     assert layout == Layout(shard=8) and rows and all(row.agrees for row in rows)
 
 
+@pytest.mark.slow
 def test_a_step_of_512_fake_processes_is_counted(tmp_path: Path) -> None:
     layout, rows = predict_traffic(recipe(tmp_path, "parallel={shard: zero3, replicate: 8, tensor: 4}"), 512, Options())
     assert layout == Layout(replicate=8, shard=16, tensor=4)
