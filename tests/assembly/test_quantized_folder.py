@@ -15,8 +15,10 @@ from builders.tiny_run import saved_models
 from safetensors.torch import load_file
 from torch import Tensor
 
+from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.quantized_folder import ExportedModel
 from danlu.core.errors import ModelError
+from danlu.models.attend import PackedAttention
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.models.saving import save
@@ -143,6 +145,28 @@ def test_transformers_computes_with_the_same_numbers(folders: dict[str, Path], t
     torch.testing.assert_close(values, wanted, atol=2e-6, rtol=1e-6)
     original = logits(folders["llama"])
     assert (values - original).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_transformers_rounds_activations_as_danlu_does(folders: dict[str, Path], tmp_path: Path) -> None:
+    """W8A8; numbers next to a border between two codes may get the other one. The control leaves activations as they
+    are."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    export(folders["llama"], tmp_path / "out", Format("int8", (1, 0)), "compressed-tensors", rounds_activations=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(1, 40)
+    attend = PackedAttention((0, len(tokens)))
+    with torch.no_grad():
+        wanted = theirs(tokens.unsqueeze(0)).logits[0]
+        rounded, plain = (
+            model.requires_grad_(False).logits(model(tokens, torch.arange(len(tokens)), attend))
+            for model in (
+                load_frozen(tmp_path / "out", dtype=torch.float32, answers=each).model for each in (True, False)
+            )
+        )
+    error, control = (float((each - wanted).norm() / wanted.norm()) for each in (rounded, plain))
+    assert error < 2e-4 and control > 1e-3, (error, control)
 
 
 def test_blocks_that_rows_cut_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def linears_of(folder: Path, *, experts: bool = True) -> list[str]:
     ]
 
 
-def export(source: Path, target: Path, form: Format, kind: Export, *, experts: bool = True) -> tuple[Decoder, set[str]]:
+def export(
+    source: Path, target: Path, form: Format, kind: Export, *, experts: bool = True, rounds_activations: bool = False
+) -> tuple[Decoder, set[str]]:
     """Writes a model rounded to the nearest.
 
     Returns the model with the numbers of the codes as the folder has them, and the tensors on disk that have codes.
@@ -55,7 +57,8 @@ def export(source: Path, target: Path, form: Format, kind: Export, *, experts: b
             if (tensor_scale := codes[name].tensor_scale) is not None:  # stored as what the scales are divided by
                 tensor_scale.copy_(tensor_scale.reciprocal().reciprocal())
             parameter.copy_(codes[name].decode())
-    exported = ExportedModel(read_config(source), form, kind, list(codes))
+    config = read_config(source)
+    exported = ExportedModel(config, form, kind, list(codes), rounds_activations=rounds_activations)
     exported.write(source, target, dtype=torch.float32, value=model.get_parameter, scaled=codes.__getitem__)
     return model, exported.names
 

@@ -15,6 +15,7 @@ from builders.docs_scripts import TOP
 from builders.tiny_world import World, danlu, tokenise_here
 from safetensors.torch import load_file
 
+from danlu.assembly.frozen_base import load_frozen
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.format import Format, encode
@@ -69,6 +70,29 @@ def test_nearest_needs_no_rows(tiny_world: World, tmp_path: Path) -> None:
         assert error < 0.01 and (error > 0) == any(f".{half}." in name for half in ("attention", "mlp")), name
 
 
+def test_activations_in_8_bits_are_said_in_the_folder_and_multiplied_so(tiny_world: World, tmp_path: Path) -> None:
+    """The scheme is that of published W8A8 folders; a model that only answers rounds activations, no other does."""
+    steps = [{"kind": "smoothquant"}, {"kind": "nearest", "bits": 8, "group": 0}]
+    file = write(tiny_world, tmp_path, quantization=steps, export="compressed-tensors", activations="int8")
+    assert danlu("quantize", file) == 0
+    folder = tmp_path / "out"
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = settings["config_groups"]["group_0"]
+    by_token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    assert settings["format"] == scheme["format"] == "int-quantized" and scheme["input_activations"] == by_token
+    assert scheme["weights"].items() >= {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}.items()
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    assert stored[f"{name}.weight"].dtype == torch.int8 and stored[f"{name}.weight_scale"].shape[1] == 1
+    answering, training = (load_frozen(folder, dtype=torch.float32, answers=answers).model for answers in (True, False))
+    linears = [model.get_submodule("layers.0.mlp.down_proj") for model in (answering, training)]
+    x = torch.randn(3, linears[0].shape[1])
+    assert torch.equal(*(linear.quantized.dense() for linear in linears))
+    error = (linears[0](x) - linears[1](x)).norm() / linears[1](x).norm()
+    assert 1e-4 < error < 2e-2
+    assert danlu("generate", folder, "--prompt", "Tom", "--max-new-tokens", 3) == 0
+
+
 def test_a_killed_run_goes_on(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +125,8 @@ def test_a_killed_run_goes_on(
         ({"export": "awq"}, "export: awq is 4 bits with zeros: set symmetric: false in quantization.1"),
         ({"export": "fp8"}, "quantization.1.group: is fixed by export: fp8; leave it out"),
         ({"export": "gptq", "quantization": [{"kind": "nearest", "bits": 5}]}, "2, 3, 4 or 8 bits, not 5"),
+        ({"activations": "int8"}, "activations: int8 is a setting of export: compressed-tensors"),
+        ({"activations": "int8", "export": "compressed-tensors"}, "one scale a row: set bits: 8"),
         ({"device": "tpu"}, "device: expected"),
     ],
 )

@@ -115,10 +115,15 @@ def test_rows_that_travel_in_fp8_are_those_of_one_process(activations: str) -> N
 
 def test_what_is_sent_is_what_the_formulas_say(tiny_world: World, tmp_path: Path) -> None:
     """To the byte, for the rows that each rank really exchanges: uneven, and other rows in other layers."""
-    fp8 = {"precision": {"kind": "fp8", "recipe": "tile", "activations": "fp32"}}
+    fp8, by_tensor = (
+        {"precision": {"kind": "fp8", "recipe": recipe, "activations": "fp32"}} for recipe in ("tile", "tensor")
+    )
     in_fp8 = {
         "fp8, expert 2": ((2, {"expert": 2}, "mixtral", "full"), fp8),
         "fp8, expert 2, biases": ((2, {"expert": 2}, "biased, even", "none"), fp8),
+        "fp8, tensor 2": ((2, {"tensor": 2}, "mixtral", "full"), by_tensor),
+        "fp8, tensor 2, biases": ((2, {"tensor": 2}, "biased", "none"), by_tensor),
+        "fp8, tensor 2, sequence": ((2, {"tensor": 2, "sequence": True}, "qwen2-moe", "none"), fp8),
     }
     cases = {name: (case, dict[str, Any]()) for name, case in CASES.items()} | in_fp8
     files = {

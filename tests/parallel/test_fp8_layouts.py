@@ -34,6 +34,8 @@ CASES = {
     "zero3": Case({"shard": "zero3"}),
     "tensor": Case({"tensor": 2}),
     "tensor, sequence, row": Case({"tensor": 2, "sequence": True}, recipe="row"),
+    "tensor, tensor": Case({"tensor": 2}, "narrow", "tensor"),
+    "tensor of experts, tensor": Case({"tensor": 2}, "experts", "tensor"),
     "tensor, mxfp8": Case({"tensor": 2}, recipe="mxfp8"),
     "tensor, half a block": Case({"tensor": 2}, "narrow"),
     "tensor, half a block, row": Case({"tensor": 2, "sequence": True}, "narrow", "row-with-bf16-weight-gradient"),

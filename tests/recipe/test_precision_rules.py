@@ -19,7 +19,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tile", {"quantization": {"kind": "nf4"}, "adapter": {"kind": "lora"}}, "quantization: a quantized base is"),
     ("tensor", {"numerics": "exact"}, "precision.recipe: one scale of a whole tensor changes"),
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
-    ("tensor", {"parallel": {"tensor": 2}}, "parallel.tensor: a rank has a part of the features"),
+    ("tensor", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has other tokens"),
+    ("tensor", {"parallel": {"tensor": 2, "sequence": True}}, "parallel.sequence: tokens are filled up for ranks"),
+    ("tensor", {"parallel": {"expert": 2}}, "parallel.expert: a rank has other rows of experts"),
     ("mxfp8", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has a part of the tokens"),
     ("mxfp8", {"parallel": {"expert": 2}}, "parallel.expert: a rank has a part of the rows"),
 ]
@@ -41,7 +43,8 @@ def test_settings_that_have_no_8_bit_products_are_refused(fp8: str, changes: dic
 def test_layouts_have_8_bit_products() -> None:
     for parallel in ({"shard": "zero3"}, {"pipeline": {"stages": 2}}, {"expert": 2}, {"context": {"size": 2}}):
         assert not messages({"kind": "fp8", "recipe": "tile"}, parallel=parallel)
-    assert not messages({"kind": "fp8", "recipe": "mxfp8"}, parallel={"tensor": 2})
+    for kind in ("mxfp8", "tensor"):
+        assert not messages({"kind": "fp8", "recipe": kind}, parallel={"tensor": 2})
 
 
 def test_a_policy_gradient_corrects_what_its_rollouts_do_not_round() -> None:

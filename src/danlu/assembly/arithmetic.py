@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import RecipeError
+from danlu.core.layer_types import ReduceGroup
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear, Linear
-from danlu.numerics.arithmetic import Fp8Arithmetic, block_of_features
+from danlu.numerics.arithmetic import Fp8Arithmetic, Sharing, block_of_features
 from danlu.recipe.sections import Fp8Products
 
 if TYPE_CHECKING:
@@ -20,15 +22,28 @@ _BEHIND_ATTENTION = "o_proj"
 _EXPANDS_LATENTS = "kv_b_proj"
 
 
-def set_arithmetic(model: Decoder, section: Fp8Products) -> None:
+def set_arithmetic(
+    model: Decoder,
+    section: Fp8Products,
+    linears: Mapping[Linear | GroupedLinear, LinearCut] = MappingProxyType({}),
+    group: ReduceGroup | None = None,
+) -> None:
     """Gives the linear layers of attention, feed-forward networks and experts the products of a section.
 
     Embedding, head, norms, routers and gates keep those of the type of activations, and so does attention itself.
+
+    linears: the layers that the tensor ranks of `group` have parts of. Those cut by outputs have whole inputs and a
+    part of the gradients, and the others the reverse.
     """
-    usual = Fp8Arithmetic(section.recipe)
-    behind_attention = Fp8Arithmetic(section.recipe, behind_attention=True)
+    sharing = {"outputs": Sharing(weight=group, grad=group), "inputs": Sharing(x=group, weight=group)}
+    by_kind: dict[tuple[Sharing, bool], Fp8Arithmetic] = {}  # layers that share an input encode it once: by identity
     for _, module, is_behind in _layers_of_products(model):
-        module.arithmetic = behind_attention if is_behind else usual
+        cut = linears.get(module)
+        shared = Sharing() if cut is None or cut.axis is None else sharing[cut.axis]
+        if (shared, is_behind) not in by_kind:
+            made = Fp8Arithmetic(section.recipe, behind_attention=is_behind, sharing=shared)
+            by_kind[shared, is_behind] = made
+        module.arithmetic = by_kind[shared, is_behind]
 
 
 def encoded_in_rollouts(model: Decoder) -> Iterator[Linear | GroupedLinear]:

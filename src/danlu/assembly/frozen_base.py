@@ -30,6 +30,7 @@ from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
 from danlu.numerics.format import MXFP4, MXFP8, NVFP4, Format, Scaled, ScaleKind
 from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import IntegerWeight, multiplies_integers
 from danlu.numerics.packing import unpack
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
@@ -114,6 +115,7 @@ def load_frozen(
     layer_hook_factory: LayerHookFactory | None = None,
     config: ModelConfig | None = None,
     keep_blocks: bool = False,
+    answers: bool = False,
 ) -> Adapted:
     """Loads the model of a folder, frozen: matrices in `dtype` or quantized; norms, biases and routers in float32.
 
@@ -130,6 +132,7 @@ def load_frozen(
             removed then.
         config: the folder's with another task, where the model is not for the one that it was written for.
         keep_blocks: keep the codes of FP8 with a scale for each block, and of MXFP4, too; else they are dequantised.
+        answers: the model only answers, so that a folder for activations of 8-bit integers (W8A8) is multiplied so.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = config or read_config(folder)
@@ -181,7 +184,9 @@ def load_frozen(
         layer_loaded=layer_loaded,
         boxes={} if layer_hook is None else layer_hook.boxes,
         layouts=layouts,
-        keep=partial(_kept, dtype, device) if keeps else None,
+        keep=partial(_kept, dtype, device, answers and layouts is not None and layouts.multiplies_integers)
+        if keeps
+        else None,
         may_keep={f"{name}.weight" for name in linears} - whole - adapters.changed_by_initialization(),
     )
     adapters.finish_loading()
@@ -239,12 +244,19 @@ def _rounded(section: Any, weight: Tensor) -> Tensor:
 
 
 def _kept(
-    dtype: torch.dtype, device: torch.device | str, codes: Codes | StoredBlocks, rows: Sequence[slice]
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rounds_activations: bool,
+    codes: Codes | StoredBlocks,
+    rows: Sequence[slice],
 ) -> list[ScaledWeight]:
-    """The parts of a weight by its own codes and scales."""
+    """The parts of a weight by its own codes and scales; rounds_activations: multiplied as integers."""
     scaled = of_blocks(codes) if isinstance(codes, StoredBlocks) else cast(Scaled, codes)
     parts = [scaled] if len(rows) == 1 else [scaled.box(part, slice(0, scaled.shape[1])) for part in rows]
-    return [ScaledWeight.of(part, dtype).to(device) for part in parts]
+    kind: type[ScaledWeight] = ScaledWeight
+    if rounds_activations and multiplies_integers(scaled):
+        kind = IntegerWeight
+    return [kind.of(part, dtype).to(device) for part in parts]
 
 
 def of_blocks(stored: StoredBlocks) -> Scaled:

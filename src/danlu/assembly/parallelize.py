@@ -327,8 +327,12 @@ def _set_products(recipe: Recipe, placer: LayerPlacer) -> None:
     if recipe.fp8 is not None:
         from danlu.assembly.arithmetic import check_cuts, set_arithmetic
 
-        check_cuts(recipe.fp8, () if placer.cutter is None else placer.cutter.linears.items())
-        set_arithmetic(placer.model, recipe.fp8)
+        cutter = placer.cutter
+        if cutter is None:
+            set_arithmetic(placer.model, recipe.fp8)
+        else:
+            check_cuts(recipe.fp8, cutter.linears.items())
+            set_arithmetic(placer.model, recipe.fp8, cutter.linears, cutter.group)
     if recipe.trained_quantization is not None:
         from danlu.assembly.trained_quantization import set_trained_quantization
 

@@ -99,12 +99,22 @@ def streamed_folder(
 class ExportedModel:
     """The tensors of a model's folder in the layout of another tool.
 
-    quantized: the decoder's parameters that have codes. Raises ModelError for a tensor on disk that cannot be made of
+    quantized: the decoder's parameters that have codes. rounds_activations: products are to take activations as 8-bit
+    integers. Raises ModelError for a tensor on disk that cannot be made of
     whole rows of codes, and where the layout does not hold the format.
     """
 
-    def __init__(self, config: ModelConfig, form: Format, export: Export, quantized: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        form: Format,
+        export: Export,
+        quantized: Sequence[str],
+        *,
+        rounds_activations: bool = False,
+    ) -> None:
         self.config, self.form, self.export = config, form, export
+        self.rounds_activations = rounds_activations
         self.tensors = hf_tensors(config)
         chosen = set(quantized)
         self.names = {tensor.name for tensor in self.tensors if chosen & set(tensor.parameters)}
@@ -161,14 +171,18 @@ class ExportedModel:
         dtype: of what is not quantized. value, scaled: a parameter by its name in the decoder, and its codes.
         """
         sized = [(tensor, self._bytes(tensor, dtype)) for tensor in self.tensors]
-        quantization = config_values(self.export, self.form, skip=self.skipped())
+        quantization = config_values(
+            self.export, self.form, skip=self.skipped(), rounds_activations=self.rounds_activations
+        )
         with streamed_folder(
             folder, target, self.config, sized, dtype=dtype, quantization=quantization, names_of=self._names_of
         ) as streams:
             for tensor in self.tensors:
                 if tensor.name in self.names:
                     whole = _of_rows(tensor, scaled)
-                    for name, part in write_weight(tensor.name, whole, self.export, dtype=dtype).items():
+                    rounds = self.rounds_activations
+                    parts = write_weight(tensor.name, whole, self.export, dtype=dtype, rounds_activations=rounds)
+                    for name, part in parts.items():
                         streams.of_tensor[tensor.name].add(name, part)
                 else:
                     streams.add_dense(tensor.name, tensor.assembled(value).to(dtype))

@@ -139,6 +139,10 @@ class StackedQuantizedWeight(Protocol):
         self, index: int, dtype: torch.dtype
     ) -> AbstractContextManager[Tensor]: ...  # one of them, [O, I], not to keep
 
+    def rounded_product(
+        self, x: Tensor, counts: Tensor
+    ) -> Tensor | None: ...  # [N, I], [E] -> [N, O] where x is rounded, without a gradient; None: it is not
+
     def part(self, start: int, count: int) -> StackedQuantizedWeight: ...  # so many of them
 
     def shard(self, rows: slice, columns: slice) -> StackedQuantizedWeight: ...  # some rows and columns of each

@@ -23,7 +23,7 @@ def load_adapted_model(
     """
     stacks = resolved.stacks
     adapted = load_frozen(
-        resolved.folder, dtype=dtype, device=device, quantization=quantization, config=resolved.config
+        resolved.folder, dtype=dtype, device=device, quantization=quantization, config=resolved.config, answers=True
     )
     if not stacks:
         return adapted.model, None

@@ -120,7 +120,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 def quantized_grouped_linear(
     x: Tensor, weight: StackedQuantizedWeight, counts: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`grouped_linear` over frozen weights that are dequantized for the product, and again for the backward pass."""
+    """`grouped_linear` over frozen weights that are dequantized for the product, and again for the backward pass; or
+    that multiply rounded activations."""
+    if (y := weight.rounded_product(x, counts)) is not None:
+        return with_bias_of_group(y, counts, bias)
     return with_bias_of_group(_QuantizedGroupedLinear.apply(x, weight, counts), counts, bias)
 
 

@@ -8,7 +8,8 @@ Recipes, of the factors of y = x W^T, of dx = g W and of dW = g^T x:
   rounded to E5M6 instead; attention keeps that tensor itself, so it is kept as it is and rounded when dW is made.
 - row, row-with-bf16-weight-gradient: a row or column along what is contracted, with powers of two (torchao's rowwise
   and rowwise_with_gw_hp, which multiplies g with one scale for all of W).
-- tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise).
+- tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise). Tensor ranks that have
+  parts of a factor take the largest magnitude of all parts: their codes are those of one process.
 - mxfp8: 32 numbers along what is contracted with an E8M0 scale (OCP Microscaling formats 1.0).
 
 Other blocks, as ranks have them that share features or tokens, change no number of tile and row by much: where a scale
@@ -21,13 +22,15 @@ T tokens · N rows of experts · I, O inputs and outputs of a layer · G groups
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from danlu.numerics.format import WHOLE, Format, Scaled, encode
+from danlu.core.layer_types import ReduceGroup
+from danlu.numerics.format import WHOLE, Format, Scaled, encode, largest_of_blocks
 from danlu.numerics.products import product
 from danlu.numerics.row_bytes import from_bytes, to_bytes, travels_as_bytes
 
@@ -83,6 +86,14 @@ BEHIND_ATTENTION = Format("e5m6", (1, _TILE), scale="power-of-two")
 """The format that tile rounds the input of a layer behind attention to, for the gradient of its weight."""
 
 
+class Sharing(NamedTuple):
+    """The ranks that have parts of a layer's factors, each of which has one scale; None: this rank has all of it."""
+
+    x: ReduceGroup | None = None
+    weight: ReduceGroup | None = None
+    grad: ReduceGroup | None = None
+
+
 class Fp8Arithmetic:
     """`core.layer_types.LinearArithmetic` by a recipe.
 
@@ -90,11 +101,13 @@ class Fp8Arithmetic:
     Nothing is kept between calls, so no scale is that of earlier weights. A block with a number that is not finite
     makes outputs that are not.
 
-    behind_attention: the input is attention's output, which attention keeps.
+    behind_attention: the input is attention's output, which attention keeps. sharing: of recipe tensor, the ranks that
+    take the maximum of each factor; all of them make the same calls in the same order.
     """
 
-    def __init__(self, recipe: str, *, behind_attention: bool = False) -> None:
+    def __init__(self, recipe: str, *, behind_attention: bool = False, sharing: Sharing | None = None) -> None:
         self.recipe = recipe
+        self.sharing = sharing if sharing is not None and recipe == "tensor" else Sharing()
         self.formats = RECIPES[recipe]
         self.behind_attention = behind_attention and recipe == "tile"
 
@@ -139,20 +152,20 @@ class Fp8Arithmetic:
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns x [T, I] times each of the weights [O, I], [T, O] in x's dtype, and the tensors kept of x."""
-        scaled = encode(x, self.formats.x)
-        outputs = tuple(product(scaled, encode(weight.to(x.dtype), self.formats.weight), x.dtype) for weight in weights)
-        return outputs, self._kept(x, scaled)
+        scaled = _encoded(x, self.formats.x, self.sharing.x)
+        factors = (_encoded(weight.to(x.dtype), self.formats.weight, self.sharing.weight) for weight in weights)
+        return tuple(product(scaled, factor, x.dtype) for factor in factors), self._kept(x, scaled)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad [T, O] times weight [O, I] -> [T, I] in grad's dtype."""
-        of_weight = encode(weight.to(grad.dtype), self.formats.weight_of_input).transposed()
-        return product(encode(grad, self.formats.grad), of_weight, grad.dtype)
+        of_weight = _encoded(weight.to(grad.dtype), self.formats.weight_of_input, self.sharing.weight).transposed()
+        return product(_encoded(grad, self.formats.grad, self.sharing.grad), of_weight, grad.dtype)
 
     def weight_gradient(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """grad [T, O], transposed, times what was kept of x [T, I] -> [O, I] float32."""
         if self.formats.by_tokens is None:
             return (grad.t() @ self.kept_values(kept, grad.dtype)).float()
-        of_grad = encode(grad, self.formats.by_tokens[0])
+        of_grad = _encoded(grad, self.formats.by_tokens[0], self.sharing.grad)
         return product(of_grad.transposed(), self._kept_scaled(kept).transposed(), torch.float32)
 
     def grouped_forward(
@@ -160,7 +173,7 @@ class Fp8Arithmetic:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Rows x [N, I], those of each layer together, times each of the weights [G, O, I] -> [N, O] in x's dtype, and
         what is kept of x. counts [G]: rows of each layer."""
-        scaled = encode(x, self.formats.x)
+        scaled = _encoded(x, self.formats.x, self.sharing.x)
         return self._grouped_products(scaled, weights, counts, x.dtype), self._kept(x, scaled)
 
     def grouped_forward_of_kept(
@@ -175,18 +188,28 @@ class Fp8Arithmetic:
         rows, features = x.shape
         outputs = tuple(weight.new_empty((rows, weight.shape[1]), dtype=dtype) for weight in weights)
         for y, weight in zip(outputs, weights, strict=True):
+            encoded = self._stack(weight, self.formats.weight, dtype)
             for index, group in _groups(counts):
-                of_group = x.box(group, slice(0, features))
-                y[group] = product(of_group, encode(weight[index].to(dtype), self.formats.weight), dtype)
+                y[group] = product(x.box(group, slice(0, features)), encoded(index), dtype)
         return outputs
+
+    def _stack(self, weight: Tensor, form: Format, dtype: torch.dtype) -> Callable[[int], Scaled]:
+        """Returns a function that encodes one of the weights [G, O, I], rounded to `dtype`; of all of them, ranks take
+        the maxima at once."""
+        if self.sharing.weight is None:
+            return lambda index: encode(weight[index].to(dtype), form)
+        own = torch.stack([largest_of_blocks(matrix.to(dtype), form) for matrix in weight])
+        largest = _largest(own, self.sharing.weight)
+        return lambda index: encode(weight[index].to(dtype), form, largest[index])
 
     def grouped_input_gradient(self, grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """Rows grad [N, O] times weight [G, O, I] by groups -> [N, I] in grad's dtype."""
-        scaled = encode(grad, self.formats.grad)
+        scaled = _encoded(grad, self.formats.grad, self.sharing.grad)
         grad_x = grad.new_empty(len(grad), weight.shape[2])
+        encoded = self._stack(weight, self.formats.weight_of_input, grad.dtype)
         for index, group in _groups(counts):
-            of_weight = encode(weight[index].to(grad.dtype), self.formats.weight_of_input).transposed()
-            grad_x[group] = product(scaled.box(group, slice(0, grad.shape[1])), of_weight, grad.dtype)
+            of_group = scaled.box(group, slice(0, grad.shape[1]))
+            grad_x[group] = product(of_group, encoded(index).transposed(), grad.dtype)
         return grad_x
 
     def grouped_weight_gradient(self, grad: Tensor, kept: Sequence[Tensor], counts: Tensor) -> Tensor:
@@ -197,7 +220,8 @@ class Fp8Arithmetic:
         gradient = grad.new_zeros((len(counts), grad.shape[1], x.shape[1]), dtype=torch.float32)
         # One scale of a whole tensor is that of all groups; other blocks end with a group.
         whole = by_tokens is not None and by_tokens[0].block == (WHOLE, WHOLE)
-        scaled = [encode(y, form) for y, form in zip((grad, x), by_tokens, strict=True)] if whole and by_tokens else []
+        shared_by = self.sharing.grad, self.sharing.x
+        scaled = [*map(_encoded, (grad, x), by_tokens, shared_by)] if whole and by_tokens is not None else []
         for index, group in _groups(counts):
             if by_tokens is None:
                 gradient[index] = grad[group].t() @ x[group]
@@ -213,7 +237,7 @@ class Fp8Arithmetic:
             return (x,)
         if scaled is None:
             assert self.formats.kept is not None
-            scaled = encode(x, self.formats.kept)
+            scaled = _encoded(x, self.formats.kept, self.sharing.x)
         return scaled.codes, scaled.scales
 
     def _kept_scaled(self, kept: Sequence[Tensor]) -> Scaled:
@@ -223,6 +247,16 @@ class Fp8Arithmetic:
         if self.keeps_codes and form == self.formats.kept:
             return Scaled(kept[0], kept[1], form)
         return encode(self.kept_values(kept, torch.float32), form)
+
+
+def _encoded(x: Tensor, form: Format, group: ReduceGroup | None) -> Scaled:
+    """Encodes x [R, C], of which the ranks of a group have parts and share its scale."""
+    return encode(x, form) if group is None else encode(x, form, _largest(largest_of_blocks(x, form), group))
+
+
+def _largest(own: Tensor, group: ReduceGroup) -> Tensor:
+    """Returns the largest of the ranks' magnitudes; infinite where one is not a number, which a maximum may lose."""
+    return group.max(own.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:

@@ -25,7 +25,7 @@ from danlu.numerics.products import prepared
 INT8_ROWS = Format("int8", (1, WHOLE), narrow_range=True)
 """-127 to 127 with a scale for each row."""
 EXACT_TERMS = 1024
-"""The most products of such integers that float32 adds up exactly, rounded down: 2^24 / 127^2 is 1,040."""
+"""The most products of 8-bit integers that float32 adds up exactly: 2^24 / 128^2."""
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8
 """cuBLAS takes more than 16 rows, and widths that are multiples of 8."""
 
@@ -46,7 +46,7 @@ class Int8Product:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         scaled = encode(torch.cat([weight.detach() for weight in weights]), INT8_ROWS)
         self._scales = scaled.scales.reshape(1, -1)  # [1, O] float32
-        self._sums = _integer_sums(scaled.codes)
+        self._sums = integer_sums(scaled.codes)
 
     def __call__(self, x: Tensor) -> Tensor:
         scaled = encode(x, INT8_ROWS)
@@ -71,7 +71,7 @@ class Fp8Product:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def _integer_sums(codes: Tensor) -> Callable[[Tensor], Tensor]:
+def integer_sums(codes: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns the function of codes [M, I] int8 that adds up their products with codes [O, I] -> [M, O], integers in
     float32, rounded once where they exceed 2^24."""
     device = codes.device
@@ -91,7 +91,7 @@ def _integer_sums(codes: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _in_float_parts(codes: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns `_integer_sums` by float32 products of at most `EXACT_TERMS` terms, added up as integers."""
+    """Returns `integer_sums` by float32 products of at most `EXACT_TERMS` terms, added up as integers."""
     parts = [part.float() for part in codes.split(EXACT_TERMS, dim=1)]
 
     def sums(x: Tensor) -> Tensor:

@@ -202,15 +202,17 @@ class Scaled:
         return Scaled(codes, scales, form, of_blocks(self.zeros), self.tensor_scale)
 
 
-def encode(x: Tensor, form: Format) -> Scaled:
+def encode(x: Tensor, form: Format, largest: Tensor | None = None) -> Scaled:
     """Rounds matrices x [.., R, C], of any float dtype, to the nearest numbers of a format, ties to even.
 
+    largest: the magnitudes [.., Rb, Cb] that scales are made of; by default `largest_of_blocks`. Formats with a zero
+    have none.
     Blocks with NaN or infinity have a scale that is not finite; `Scaled.wide_scales` shows them, and nothing waits for
     a device here. Of x without elements there are no scales.
     """
     if form.zero != "none":
         return _encode_with_zero(x, form)
-    scales, tensor_scale = scales_of(largest_of_blocks(x, form), form)
+    scales, tensor_scale = scales_of(largest_of_blocks(x, form) if largest is None else largest, form)
     return encode_as(x, Scaled(x, scales, form, tensor_scale=tensor_scale))
 
 

@@ -56,6 +56,8 @@ class QuantizedWeightModule(QuantizedModule):
     shape: tuple[int, int]
     dtype: torch.dtype
     """The dtype of the matrix that was packed."""
+    rounds_activations = False
+    """Whether `product` rounds x, which then has no gradient."""
 
     @abstractmethod
     def write(self, out: Tensor) -> None:
@@ -231,6 +233,19 @@ class StackedWeight(QuantizedModule):
         """One matrix [O, I] dequantized into the shared workspace: valid until the block ends."""
         with self.matrix(index).in_workspace(dtype) as matrix:
             yield matrix
+
+    def rounded_product(self, x: Tensor, counts: Tensor) -> Tensor | None:
+        """Rows x [N, I], those of each matrix together, through matrices that round activations -> [N, O] in x's type;
+        None for others. counts [E]: rows of each."""
+        if not self._single[0].rounds_activations:
+            return None
+        y = x.new_empty(len(x), self.shape[0])
+        start = 0
+        for index, count in enumerate(counts.tolist()):
+            if count:
+                y[start : start + count] = self.matrix(index).product(x[start : start + count])
+            start += count
+        return y
 
     @property
     def workspace_elements(self) -> int:

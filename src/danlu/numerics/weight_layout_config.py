@@ -61,6 +61,8 @@ class WeightLayout:
     """GPTQ's first format: zeros are stored less one."""
     targets: tuple[str, ...] = ("Linear",)
     element: Literal["int", "float"] = "int"
+    rounds_activations: bool = False
+    """Whether products take activations as 8-bit integers, rounded token by token, and the weight as such by rows."""
 
     def takes(self, module: str) -> bool:
         """Whether a module is among the targets of compressed-tensors: a class, a name, or "re:" and an expression."""
@@ -161,6 +163,11 @@ class FolderLayouts:
     of one that is not quantized."""
     quantizes_activations: bool = False
     """Whether a kernel that serves the model is to quantize activations too."""
+
+    @property
+    def multiplies_integers(self) -> bool:
+        """Whether all modules are to be multiplied as 8-bit integers (W8A8)."""
+        return bool(self.layouts) and all(layout.rounds_activations for layout in self.layouts)
 
     def of(self, module: str) -> WeightLayout | None:
         """The layout of a module's weight, by the module's name in the folder; None of one that is not quantized."""
@@ -271,7 +278,20 @@ def _scheme(name: str, scheme: Any, format_of_all: Any, where: str) -> WeightLay
         has_zeros=not weights.get("symmetric", True),
         targets=tuple(scheme.get("targets") or ("Linear",)),
         element="float" if is_float else "int",
+        rounds_activations=bits == 8
+        and not (is_float or group or block)
+        and weights.get("symmetric", True)
+        and _is_by_token(scheme.get("input_activations")),
     )
+
+
+_BY_TOKEN: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Activations as integers that are scaled token by token, as the schemes W8A8 of compressed-tensors have them."""
+
+
+def _is_by_token(activations: Any) -> bool:
+    defaults = {"num_bits": 8, "type": "int", "symmetric": True}
+    return isinstance(activations, Mapping) and {**defaults, **activations}.items() >= _BY_TOKEN.items()
 
 
 def export_problem(form: Format, export: Export, shape: tuple[int, int] | None = None) -> str | None:
@@ -327,8 +347,14 @@ def _small_float_problem(form: Format, export: Export, shape: tuple[int, int] | 
     return None
 
 
-def config_values(export: Export, form: Format, *, skip: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of a folder with weights in a format; skip: modules that stay as they are."""
+def config_values(
+    export: Export, form: Format, *, skip: Sequence[str], rounds_activations: bool = False
+) -> dict[str, Any]:
+    """The `quantization_config` of a folder with weights in a format.
+
+    skip: modules that stay as they are. rounds_activations: products are to take activations as 8-bit integers, of
+    weights in compressed-tensors' 8-bit integers by rows.
+    """
     rows, columns = form.block
     match export:
         case "fp8":
@@ -373,11 +399,12 @@ def config_values(export: Export, form: Format, *, skip: Sequence[str]) -> dict[
         name = "naive-quantized"  # float-quantized has quantized activations
     else:
         weights |= {"strategy": "group", "group_size": columns} if columns else {"strategy": "channel"}
-        name = "pack-quantized"
+        name = "int-quantized" if rounds_activations else "pack-quantized"
+    activations = {"input_activations": dict(_BY_TOKEN)} if rounds_activations else {}
     return {
         "quant_method": "compressed-tensors",
         "format": name,
         "quantization_status": "compressed",
         "ignore": list(skip),
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": name}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": name, **activations}},
     }

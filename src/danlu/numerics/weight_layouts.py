@@ -136,10 +136,13 @@ def _order(g_idx: Tensor | None, group: int) -> Tensor | None:
     return g_idx.to(torch.int32)
 
 
-def write_weight(name: str, weight: Scaled, export: Export, *, dtype: torch.dtype) -> dict[str, Tensor]:
+def write_weight(
+    name: str, weight: Scaled, export: Export, *, dtype: torch.dtype, rounds_activations: bool = False
+) -> dict[str, Tensor]:
     """The tensors of a weight in a safetensors file, by their names.
 
     name: "model.layers.0.self_attn.q_proj.weight". dtype: of the model's other weights, and of products.
+    rounds_activations: as `weight_layout_config.config_values` has it; codes are then bytes that products take.
     Raises ModelError for a weight that `export_problem` refuses.
     """
     outputs, inputs = weight.shape
@@ -155,6 +158,8 @@ def write_weight(name: str, weight: Scaled, export: Export, *, dtype: torch.dtyp
             tensors = {"weight": weight.codes, "weight_scale_inv": weight.scales}
         case "awq" | "gptq":
             tensors = _written_gptq(weight, export)
+        case _ if rounds_activations:
+            tensors = {"weight": weight.codes, "weight_scale": weight.scales}
         case _:
             tensors = _written_compressed(weight)
     return {f"{module}.{key}": tensor.contiguous() for key, tensor in tensors.items()}

@@ -31,7 +31,7 @@ from danlu.planning.gradient_borders import (
     gives_inputs,
     halves_with_gradients,
 )
-from danlu.planning.kept_in_few_bits import travelling_bytes
+from danlu.planning.kept_in_few_bits import GATES, KEEPING, travelling_bytes
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
@@ -305,7 +305,16 @@ def tensor_step(model: RankModel, micro_batches: Sequence[MicroBatch]) -> Tensor
         micro_batches=len(micro_batches),
         own_embeddings=config.per_layer_columns,
         trains_own_embeddings=model.trained.within("embed_tokens_per_layer"),
+        maxima=_maxima(model),
     )
+
+
+def _maxima(model: RankModel) -> Sequence[int]:
+    if model.recipe.fp8 is None or model.recipe.fp8.recipe != "tensor":
+        return ()
+    from danlu.planning.shared_scales import shared_maxima
+
+    return shared_maxima(model)
 
 
 def needs_input(model: RankModel, half: int) -> bool:
@@ -327,9 +336,11 @@ def needs_input(model: RankModel, half: int) -> bool:
 
 def takes_input(model: RankModel, linear: str) -> bool:
     """Whether a gradient of trained parameters of a linear layer, or of an adapter on it, takes its input."""
+    fp8 = model.recipe.fp8
+    keeps_codes = fp8 is not None and fp8.recipe in KEEPING and linear.rpartition(".")[2] not in GATES
     for tensor in model.trained_on.get(linear, ()):
         if not tensor.of_adapter or tensor.name == f"{linear}.weight":
-            if tensor.name.endswith(".weight"):
+            if tensor.name.endswith(".weight") and not keeps_codes:
                 return True
             continue
         section = model.section_of(_adapter_of(tensor.name))

@@ -258,6 +258,8 @@ class TensorStep:
     own_embeddings: int = 0
     """Columns of layers' own embeddings, which are looked up in rows that are cut as the vocabulary is."""
     trains_own_embeddings: bool = False
+    maxima: Sequence[int] = ()
+    """Numbers of each maximum of factors with one scale (`shared_scales`), in one micro-batch."""
     losses: int = 5
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
@@ -286,6 +288,7 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
         (step.losses * step.targets, "numbers of the cross-entropy", _LOSS_CALLS * each),
         (step.row_norms, "norms of rows", each),
         (step.head_norms, "norms of all heads", each),
+        (sum(step.maxima) * each, "scales of whole tensors", len(step.maxima) * each),
     )
     for count, what, calls in numbers:
         yield from _among_tensor_ranks(layout, "all-reduce", count * 4, what, calls)

@@ -144,7 +144,7 @@ def _exported(folder: Path, config: ModelConfig, recipe: QuantizeRecipe, method:
         for number in range(len(config.layers))
         for name in quantized_sites(config, number, experts=recipe.experts)
     ]
-    return ExportedModel(config, method.form, recipe.export, names)
+    return ExportedModel(config, method.form, recipe.export, names, rounds_activations=recipe.activations == "int8")
 
 
 def method_of(recipe: QuantizeRecipe, dtype: torch.dtype) -> Method:

@@ -35,18 +35,23 @@ def _not_cut(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields (key, reason, remedy) of layouts that round other numbers than one process, beyond a bound.
 
     tile and row have none: their scales are powers of two that are rounded up (`numerics.arithmetic.OTHER_BLOCKS`).
+    Tensor ranks take the maximum of recipe tensor. Ranks that cut tokens fill them up to another number than one
+    process, and these take part in it; an expert's rows are those of several micro-batches, each with a scale of its
+    own.
     """
     assert recipe.fp8 is not None
     parallel, kind = recipe.parallel, recipe.fp8.recipe
+    if kind == "tensor" and parallel.sequence:
+        reason = "tokens are filled up for ranks to cut, and recipe tensor has one scale of all of them"
+        yield "parallel.sequence", reason, "Leave it out, or use recipe: tile or row"
     for key, degree, part in (
-        ("parallel.tensor", parallel.tensor, "features"),
         ("parallel.context.size", parallel.context.size, "tokens"),
         ("parallel.expert", parallel.expert, "rows of experts"),
     ):
         if degree > 1 and kind == "tensor":
-            reason = f"a rank has a part of the {part}, and recipe tensor has one scale of all of them"
+            reason = f"a rank has other {part} than one process, and recipe tensor has one scale of all of them"
             yield key, reason, "Use recipe: tile or row"
-        elif degree > 1 and kind == "mxfp8" and part != "features":
+        elif degree > 1 and kind == "mxfp8":
             reason = f"a rank has a part of the {part}, other 32 of which share a scale that the largest exceeds"
             yield key, reason, "Use recipe: tile or row"
 
