@@ -100,7 +100,7 @@ class QuantizeRecipe(Section):
     blocks of 128 x 128, mxfp8 E4M3, mxfp4 and nvfp4 E2M1 in small groups, of which `bits`, `group` and `symmetric` are
     fixed."""
     activations: Literal["auto", "int8"] = "auto"
-    """What products take in the folder. auto: activations as they are. int8: 8-bit integers, each token rounded with a
+    """The activations of products with the weights. auto: as they are. int8: 8-bit integers, each token rounded with a
     scale of its own while the model answers (W8A8, which smoothquant is for); of weights with bits: 8 and group: 0, in
     export: compressed-tensors."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
