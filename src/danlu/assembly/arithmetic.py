@@ -41,8 +41,8 @@ def set_arithmetic(
         cut = linears.get(module)
         shared = Sharing() if cut is None or cut.axis is None else sharing[cut.axis]
         if (shared, is_behind) not in by_kind:
-            made = Fp8Arithmetic(section.recipe, behind_attention=is_behind, sharing=shared)
-            by_kind[shared, is_behind] = made
+            arithmetic = Fp8Arithmetic(section.recipe, behind_attention=is_behind, sharing=shared)
+            by_kind[shared, is_behind] = arithmetic
         module.arithmetic = by_kind[shared, is_behind]
 
 

@@ -78,9 +78,9 @@ def _export_conflicts(recipe: QuantizeRecipe, last: int) -> Iterator[Problem]:
     if recipe.activations == "int8":
         if export != "compressed-tensors":
             yield Problem("activations", "int8 is a setting of export: compressed-tensors, which no other has", None)
-        for name, wanted in (("bits", 8), ("group", 0), ("symmetric", True)):
-            if getattr(rounding, name) != wanted:
-                need = f"{name}: {str(wanted).lower()}"
+        for name, needed in (("bits", 8), ("group", 0), ("symmetric", True)):
+            if getattr(rounding, name) != needed:
+                need = f"{name}: {str(needed).lower()}"
                 message = f"products of 8-bit integers take weights of 8 bits with one scale a row: set {need}"
                 yield Problem(f"quantization.{last}.{name}", message, None)
     if export in FIXED_FORMATS:
