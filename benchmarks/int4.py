@@ -1,13 +1,16 @@
 """4-bit weights by rounding, AWQ, GPTQ, and SmoothQuant before GPTQ: how far the model's next-token distributions move.
 
     python benchmarks/int4.py MODEL TEXT [--groups 64 128] [--tokens 16384] [--evaluate 16384]
-    python benchmarks/int4.py MODEL TEXT --trained int3 --groups 32 [--steps 200] [--rate 1e-3]
+    python benchmarks/int4.py MODEL TEXT --peer gptqmodel=ENVIRONMENT/bin/python [--peer llm-compressor=PYTHON]
     python benchmarks/int4.py MODEL TEXT --trained int3 --groups 32 [--steps 200] [--rate 1e-3]
 
 Prints, for each method, size of groups, and kind of zero, the KL divergence of the quantized model's distribution from
 that of the model itself, in nats by token, and its ratio to that of rounding to the nearest. TEXT (txt, jsonl): its
 first rows calibrate, the rows behind them are evaluated. Weights and activations are float32; everything but linear
 layers of attention and MLP stays as it is.
+
+With --peer other tools quantize the same model by the same documents, each in an environment of its own
+(`peer_int4.py`), and danlu reads the folders that they write.
 
 With --trained the model is trained on the first rows, once as it is and once for the format (`quantization.trained`),
 by the same steps of AdamW; printed are losses on the rows behind them: of the first model, of the first one rounded,
@@ -17,14 +20,19 @@ and of the second one rounded, and how much of the gap that rounding makes the s
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.calibration import Calibration
 from danlu.assembly.layerwise_quantizing import LayerwiseQuantizer, Method
 from danlu.assembly.trained_quantization import set_trained_quantization
@@ -109,6 +117,53 @@ def methods(form: Format) -> dict[str, Method]:
     }
 
 
+PEER_METHODS = {
+    "gptqmodel": {
+        "gptq": ("gptq",),
+        "gptq act_order": ("gptq", "--act-order"),
+        "gptq act_group_aware": ("gptq", "--group-aware"),
+    },
+    "llm-compressor": {"gptq": ("gptq",), "gptq act_order": ("gptq", "--act-order"), "awq": ("awq",)},
+}
+"""By tool and printed name: the method, and flags of `peer_int4.py`. GPTQModel's AWQ needs CUDA."""
+
+
+def documents_of(packs: list[Pack]) -> Iterator[list[int]]:
+    """The token ids of each document, of a part of one where a pack begins or ends within it."""
+    for pack in packs:
+        batch = collate([pack])
+        starts = [*torch.nonzero(batch.positions == 0).flatten().tolist(), pack.tokens]
+        yield from (batch.tokens[start:stop].tolist() for start, stop in pairwise(sorted({0, *starts})))
+
+
+def quantized_by(tool: str, python: str, model: Path, group: int, zero: ZeroKind, method: str, work: Path) -> Decoder:
+    """The model with the numbers that another tool gives it. work: holds documents.json, and takes what it writes."""
+    name, *flags = PEER_METHODS[tool][method]
+    output = work / f"{tool}-{group}-{zero}-{method.replace(' ', '-')}"
+    command = [python, str(Path(__file__).with_name("peer_int4.py")), str(model), str(work / "documents.json")]
+    command += [str(output), "--tool", tool, "--method", name, "--group", str(group), *flags]
+    command += [] if zero == "none" else ["--zero", zero]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
+    return load(output, layouts=weight_layouts(output))
+
+
+def decoders(
+    model: Path, form: Format, peers: dict[str, str], packs: list[Pack], work: Path
+) -> Iterator[tuple[str, Decoder]]:
+    """(name, quantized model) of each of danlu's methods, nearest first, and of each method of other tools."""
+    group, zero = form.block[1], form.zero
+    for name, method in methods(form).items():
+        yield name, quantized(model, method, packs, work / f"{group}-{zero}-{name}")
+    for tool, python in peers.items():
+        for name in PEER_METHODS[tool]:
+            try:
+                yield f"{tool}: {name}", quantized_by(tool, python, model, group, zero, name, work)
+            except RuntimeError as error:  # as a tool that does not take a size of groups
+                print(error, flush=True)
+
+
 def loss_of(model: Decoder, packs: list[Pack]) -> Tensor:
     """The mean cross-entropy of the next token within documents, in nats."""
     batch = collate(packs)
@@ -164,7 +219,9 @@ def main() -> None:
     parser.add_argument("--trained", help="a kind of quantization to train for: int3, int2, ...")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--peer", action="append", default=[], metavar="TOOL=PYTHON", help="gptqmodel, llm-compressor")
     options = parser.parse_args()
+    peers = dict(each.split("=", 1) for each in options.peer)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         packs = packs_of(options.model, options.text, options.tokens + options.evaluate, options.length, folder)
@@ -175,19 +232,18 @@ def main() -> None:
             for group in options.groups:
                 compare_trained(options.model, options.trained, group, calibrated, held_out, options)
             return
+        work = Path(folder)
+        (work / "documents.json").write_text(json.dumps(list(documents_of(calibrated))), encoding="utf-8")
         original = log_probabilities(load(options.model), held_out)
         zeros: tuple[ZeroKind, ...] = ("none", "integer")
-        print(f"{'group':>5}  {'zero':8} {'method':20} {'KL, nats':>9}  of nearest")
+        print(f"{'group':>5}  {'zero':8} {'method':30} {'KL, nats':>9}  of nearest")
         for group in options.groups:
             for zero in zeros:
-                nearest = 0.0
-                for name, method in methods(Format("int4", (1, group), zero=zero)).items():
-                    work = Path(folder) / f"{group}-{zero}-{name}"
-                    found = divergence(
-                        original, log_probabilities(quantized(options.model, method, calibrated, work), held_out)
-                    )
+                form, nearest = Format("int4", (1, group), zero=zero), 0.0
+                for name, decoder in decoders(options.model, form, peers, calibrated, work):
+                    found = divergence(original, log_probabilities(decoder, held_out))
                     nearest = nearest or found
-                    print(f"{group:5}  {zero:8} {name:20} {found:9.5f}  {found / nearest:.3f}", flush=True)
+                    print(f"{group:5}  {zero:8} {name:30} {found:9.5f}  {found / nearest:.3f}", flush=True)
 
 
 if __name__ == "__main__":

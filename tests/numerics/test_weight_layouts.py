@@ -171,6 +171,19 @@ def test_act_order_keeps_the_group_of_each_input() -> None:
         write_weight(NAME, weight, "compressed-tensors", dtype=torch.bfloat16)
 
 
+def test_the_last_int32_of_gptq_may_have_codes_of_no_input() -> None:
+    """GPTQModel writes a layer of 60 inputs so: rows of int32 for 64, and a group for each of 60."""
+    form = OTHERS["gptq"][1]
+    weight = encode(matrix((32, 64)), form)
+    tensors = by_ends(write_weight(NAME, weight, "gptq", dtype=torch.bfloat16))
+    tensors["g_idx"] = tensors["g_idx"][:60]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert layout("gptq", form).shape(shapes, None) == (32, 60)
+    assert torch.equal(read_weight(layout("gptq", form), tensors, NAME).decode(), weight.decode()[:, :60])
+    with pytest.raises(ModelError, match=r"g_idx of shape \[50\], not \[64\]"):
+        layout("gptq", form).shape({**shapes, "g_idx": (50,)}, None)
+
+
 @pytest.mark.slow
 def test_awq_is_what_llm_compressor_makes_of_it() -> None:
     pytest.importorskip("compressed_tensors")

@@ -117,8 +117,10 @@ class WeightLayout:
                 shape = height, 2 * width
             case "awq":
                 shape = 32 // self.bits * width, height
-            case "gptq":
-                shape = width, 32 * height // self.bits
+            case "gptq":  # rows of int32 may end with bits of no input
+                inputs, *_ = shapes.get("g_idx", (32 * height // self.bits,))
+                fills = -(-inputs * self.bits // 32) == height
+                shape = width, inputs if fills else 32 * height // self.bits
         self._check_scales(shapes, shape)
         return shape
 

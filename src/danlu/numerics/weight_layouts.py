@@ -122,7 +122,8 @@ def _read_gptq(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> Scaled:
         codes, zeros = (unpack_awq(tensors[name]).t().contiguous() for name in ("qweight", "qzeros"))
     else:
         rows = tensors["qweight"].t().contiguous()
-        codes = unpack_int32(rows, bits, rows.shape[1] * 32 // bits)
+        inputs = len(tensors["g_idx"]) if "g_idx" in tensors else rows.shape[1] * 32 // bits
+        codes = unpack_int32(rows, bits, inputs)
         zeros = unpack_gptq_zeros(tensors["qzeros"], bits, outputs, minus_one=layout.minus_one).t().contiguous()
         groups = _order(tensors.get("g_idx"), layout.group)
     form = Format(f"int{bits}", (1, layout.group), _SCALES[scales.dtype], "integer")  # type: ignore[arg-type]
