@@ -48,6 +48,7 @@ KINDS: dict[str, Any] = {
     "prompt": peft.PromptTuningConfig(num_virtual_tokens=3),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=3),
 }
+MERGED = [kind for kind in KINDS if kind not in ("prompt", "prefix")]
 LORAS = [kind for kind, config in KINDS.items() if type(config) is peft.LoraConfig and not config.use_dora]
 
 
@@ -97,7 +98,7 @@ def test_answering_and_evaluating(base: Path, saved: dict[str, tuple[Path, Tenso
     assert not close(logits(load(base), TOKENS), expected)  # the negative control: the base is not near
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("prompt", "prefix")])
+@pytest.mark.parametrize("kind", fast(MERGED, *MERGED[::2]))
 def test_merging(saved: dict[str, tuple[Path, Tensor]], tmp_path: Path, kind: str) -> None:
     folder, expected = saved[kind]
     merge([folder], tmp_path / "out")
@@ -105,7 +106,7 @@ def test_merging(saved: dict[str, tuple[Path, Tensor]], tmp_path: Path, kind: st
     assert close(theirs(hugging_face(tmp_path / "out")), expected)
 
 
-@pytest.mark.parametrize("kind", LORAS)
+@pytest.mark.parametrize("kind", fast(LORAS, *list(LORAS)[::2]))
 def test_merging_as_an_adapter(base: Path, saved: dict[str, tuple[Path, Tensor]], tmp_path: Path, kind: str) -> None:
     """With another adapter at weight 0 and 1: what PEFT computes of the result is what danlu merges into the base."""
     folder, expected = saved[kind]

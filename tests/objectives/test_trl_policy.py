@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.covering import fast
 from builders.policy_samples import drawn
 from builders.policy_steps import Seen, one_step
 from builders.preference_samples import preference_learner
@@ -96,8 +98,10 @@ def outcome(vectors: Vectors, values: Mapping[str, Any], micro: int = 3) -> Seen
     return one_step(learner, items())
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "micro"),
+    fast(itertools.product(CASES, [1, 3]), *zip(CASES, itertools.cycle([1, 3]), strict=False)),
+)
 def test_it_is_what_trl_makes_of_it(vectors: Vectors, case: str, micro: int) -> None:
     wanted = CASES[case]
     loss, metrics, gradients = outcome(vectors, wanted["settings"], micro)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,13 +55,12 @@ def of_no_hook(config: ModelConfig, tokens: int, recompute: Kind) -> int:
     return sum(8 * tokens * layer.feed.top_k for layer in config.layers if isinstance(layer.feed, Experts))
 
 
-HALF_OF_MIXERS = [
-    (mixer, KINDS[(number + step) % len(KINDS)]) for number, mixer in enumerate(MIXERS) for step in (0, 1)
-]
-"""Each with two kinds of recomputation, and each kind with half of them."""
+def half(names: Iterable[str]) -> list[tuple[str, Kind]]:
+    """Each name with two kinds of recomputation, and each kind with half of the names."""
+    return [(name, KINDS[(number + step) % len(KINDS)]) for number, name in enumerate(names) for step in (0, 1)]
 
 
-@pytest.mark.parametrize(("mixer", "recompute"), fast(itertools.product(MIXERS, KINDS), *HALF_OF_MIXERS))
+@pytest.mark.parametrize(("mixer", "recompute"), fast(itertools.product(MIXERS, KINDS), *half(MIXERS)))
 def test_every_mixer_keeps_what_is_predicted(mixer: str, recompute: Kind) -> None:
     number = list(MIXERS).index(mixer) + KINDS.index(recompute)
     dtype, lengths = list(TYPES.values())[number % 2], (SHORT, LONG)[number // 2 % 2]
@@ -69,8 +68,7 @@ def test_every_mixer_keeps_what_is_predicted(mixer: str, recompute: Kind) -> Non
     assert saved_bytes(model, lengths, dtype) == predicted(model.config, lengths, dtype, recompute)
 
 
-@pytest.mark.parametrize("recompute", KINDS)
-@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize(("feed", "recompute"), fast(itertools.product(FEEDS, KINDS), *half(FEEDS)))
 def test_every_network_keeps_what_is_predicted(feed: str, recompute: Kind) -> None:
     model = recomputed(small_decoder(None, feed, layers=2, scalar="apart" in feed), recompute)
     if "drawn" in feed:
@@ -196,8 +194,7 @@ def predicted_with(
     return total + outside(own=on_product)
 
 
-@pytest.mark.parametrize("recompute", KINDS)
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(("name", "recompute"), fast(itertools.product(ADAPTERS, KINDS), *half(ADAPTERS)))
 def test_adapters_keep_what_is_predicted(name: str, recompute: Kind) -> None:
     """The first layer's input has no gradient; products that share an input make one function with their adapters."""
     model = small_decoder("normed heads", None, layers=2)
