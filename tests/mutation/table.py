@@ -231,6 +231,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="every_choice",
     ),
     Mutation(
+        "planning/choice.py",
+        'elif shard != "zero2" or "zero1" not in self.shards or not _is_zero1(workload, choice):',
+        "else:",
+        "planning/test_search.py",
+        only="each_way",
+    ),
+    Mutation(
+        "planning/choice.py",
+        "if not rest and shards * choice.context > 1 and",
+        "if not rest and shards > 1 and",
+        "planning/test_search.py",
+        only="each_way",
+    ),
+    Mutation(
         "planning/plan_cache.py",
         "key = self.kinds.of_chunk(chunks, chunk), chosen, settings",
         "key = chosen, settings",

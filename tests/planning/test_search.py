@@ -30,15 +30,17 @@ from danlu.run.read_workload import read_workload
 
 DENSE = {**CONFIG, "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 5000}
 MIXTURE = {**EXPERTS, "num_hidden_layers": 4, "hidden_size": 256, "moe_intermediate_size": 256, "vocab_size": 5000}
-SPACE = Space(
+WHOLE_SPACE = Space(
     tensor=(1, 2),
     context=(1, 2),
     expert=(1, 2),
     stages=(1, 2, 4),
     schedules=(("1f1b", None), ("interleaved", 2), ("zbv", None)),
-    shards=("none", "zero3"),
     micro=(1, 4),
     recompute=("none", "full"),
+)
+SPACE = replace(
+    WHOLE_SPACE, context=(1,), stages=(1, 2), schedules=(("1f1b", None), ("zbv", None)), micro=(2,), recompute=("none",)
 )
 
 
@@ -53,25 +55,40 @@ def target_of(on: str, memory_bytes: int) -> Target:
     return Target(replace(cluster, card=replace(cluster.card, memory_bytes=memory_bytes)))
 
 
-def every_one(workload: Workload, target: Target) -> list[Candidate]:
+def every_one(workload: Workload, space: Space, target: Target) -> list[Candidate]:
     cache = PlanCache(workload, target)
-    choices = SPACE.choices(workload, target.cluster.ranks)
+    choices = space.choices(workload, target.cluster.ranks)
     planned = (evaluate(workload, choice, target, cache) for choice in choices)
     return sorted(each for each in planned if each is not None)
 
 
-@pytest.mark.parametrize(
-    ("config", "on", "memory_bytes"), [(DENSE, "8xH100-80G", 1 << 30), (MIXTURE, "2x8xA100-80G", 300 << 20)]
+MODELS = pytest.mark.parametrize(
+    ("config", "on", "memory_bytes"), [(DENSE, "8xH100-80G", 400 << 20), (MIXTURE, "2x8xA100-80G", 160 << 20)]
 )
+
+
+@MODELS
 def test_the_search_finds_what_planning_every_choice_finds(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], on: str,
     memory_bytes: int,
 ) -> None:  # fmt: skip
-    workload, target = workload_of(tiny_world, tmp_path, config), target_of(on, memory_bytes)
-    expected = every_one(workload, target)
-    choices = list(SPACE.choices(workload, target.cluster.ranks))
+    check_search(workload_of(tiny_world, tmp_path, config), SPACE, target_of(on, memory_bytes), monkeypatch)
+
+
+@pytest.mark.slow
+@MODELS
+def test_the_search_of_a_larger_space_finds_what_planning_every_choice_finds(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], on: str,
+    memory_bytes: int,
+) -> None:  # fmt: skip
+    check_search(workload_of(tiny_world, tmp_path, config), WHOLE_SPACE, target_of(on, memory_bytes), monkeypatch)
+
+
+def check_search(workload: Workload, space: Space, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, ranks = every_one(workload, space, target), target.cluster.ranks
+    choices = list(space.choices(workload, ranks))
     assert len(set(choices)) == len(choices) > len(expected) > 5, "some do not fit"
-    assert search(workload, SPACE, target, top=5) == expected[:5]
+    assert search(workload, space, target, top=5) == expected[:5]
     cache = PlanCache(workload, target)
     bounds = Bounds(workload, target, cache)
     for candidate in expected:
@@ -79,16 +96,45 @@ def test_the_search_finds_what_planning_every_choice_finds(
         whole = bounds.close(choice) + bounds.of_data_ranks(choice)
         assert bounds.quick(choice) <= bounds.waiting(choice) <= bounds.close(choice) * (1 + 1e-9)
         assert whole <= seconds * (1 + 1e-9), choice
+        assert min(map(bounds.bytes, space.fewest_states(choice, ranks))) <= bounds.bytes(choice), choice
         assert bounds.bytes(choice) <= candidate.bytes, choice
         planner = planner_of(workload, choice, target, cache)
         assert planner is not None and planner.least_seconds <= seconds * (1 + 1e-9)
         assert planner.may_fit(candidate.bytes), choice
         # Control: without messages, of which tiny models have many bytes, it is not far below.
         assert not planner.may_fit(candidate.bytes // 2), choice
-    # Control: bounds that are too high lose the fastest layout.
-    fastest = expected[0].choice
-    monkeypatch.setattr(Bounds, "of_data_ranks", lambda own, choice: 9e9 * (choice == fastest))
-    assert search(workload, SPACE, target, top=5) != expected[:5]
+    # Controls: bounds that are too high, of seconds or of bytes, lose the fastest layout.
+    fastest, of_bytes = expected[0].choice, Bounds.bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(Bounds, "of_data_ranks", lambda own, choice: 9e9 * (choice == fastest))
+        assert search(workload, space, target, top=5) != expected[:5]
+    with monkeypatch.context() as patch:
+        patch.setattr(Bounds, "bytes", lambda own, choice: of_bytes(own, choice) + 9e9 * (choice == fastest))
+        assert search(workload, space, target, top=5) != expected[:5]
+
+
+def test_the_space_has_each_way_to_share_states_once(tiny_world: World, tmp_path: Path) -> None:
+    workload, target = workload_of(tiny_world, tmp_path, DENSE), target_of("8xH100-80G", 1 << 40)
+    cache, space = PlanCache(workload, target), Space.of(workload, target)
+
+    def sharings(choice: Choice) -> list[tuple[str, int]]:
+        return [(each.shard, each.replicate) for each in space.sharings(workload, choice, 8)]
+
+    two_stages = Choice(stages=2)
+    sharded = [(shard, replicate) for shard in ("zero1", "zero2", "zero3") for replicate in (1, 2)]
+    assert sharings(two_stages) == [("none", 1), *sharded], "four replicas would not be sharded"
+    assert sharings(Choice(context=8)) == [("none", 1), *((shard, 1) for shard in ("zero1", "zero2", "zero3"))]
+    assert sharings(Choice(tensor=8, sequence=True)) == [("none", 1)]
+    assert [cut.sequence for cut in space.cuts(workload, 8) if (cut.tensor, cut.stages) == (2, 1)] == [True, False]
+    # With gradients that are put off, zero2 keeps them whole as zero1 does: a control with others differs.
+    assert {shard for shard, _ in sharings(two_stages._replace(schedule="zbv"))} == {"none", "zero1", "zero3"}
+    for schedule, is_same in (("zbv", True), ("1f1b", False)):
+        plans = [
+            evaluate(workload, two_stages._replace(schedule=schedule, shard=shard), target, cache)
+            for shard in ("zero1", "zero2")
+        ]
+        assert plans[0] is not None and plans[1] is not None
+        assert (plans[0].plan == plans[1].plan) == is_same
 
 
 def test_bounds_of_sharded_models_are_below_their_plans(tiny_world: World, tmp_path: Path) -> None:
@@ -104,7 +150,7 @@ def test_bounds_of_sharded_models_are_below_their_plans(tiny_world: World, tmp_p
         assert bounds.close(choice) <= candidate.seconds
         assert bounds.bytes(choice) <= candidate.bytes
     assert bounds.close(sharded) < bounds.close(whole), "fewer conversions"
-    assert all(cut.shard == "zero3" for cut in SPACE.cuts(workload, 8)), "which computes least"
+    assert all(cut.shard != "none" for cut in SPACE.cuts(workload, 8)), "sharded states compute least"
     gathered = bounds.bytes(sharded) - bounds.bytes(sharded._replace(shard="zero3"))
     assert gathered > 0, "zero3 has one layer at a time"
 

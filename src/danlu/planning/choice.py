@@ -94,7 +94,7 @@ class Space:
     """The values that a search tries for each setting; those that do not go together are left out."""
 
     tensor: tuple[int, ...]
-    sequence: tuple[bool, ...] = (True,)
+    sequence: tuple[bool, ...] = (True, False)
     """Whether tensor ranks share out the tokens outside of sublayers."""
     context: tuple[int, ...] = (1,)
     methods: tuple[Method, ...] = ("ring",)
@@ -102,9 +102,9 @@ class Space:
     stages: tuple[int, ...] = (1,)
     schedules: tuple[tuple[str, int | None], ...] = (("1f1b", None),)
     """Schedules of a pipeline with their chunks of a stage."""
-    shards: tuple[Shard, ...] = ("none", "zero1", "zero3")
-    replicates: tuple[int, ...] | None = (1,)
-    """Copies of sharded models; None: every divisor of the data ranks."""
+    shards: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
+    replicates: tuple[int, ...] | None = None
+    """Replicas of a sharded model (hybrid sharding); None: every divisor of the data ranks."""
     micro: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Kind, ...] = ("none", "selective", "full")
 
@@ -112,8 +112,8 @@ class Space:
     def of(cls, workload: Workload, target: Target) -> Space:
         """All degrees that divide the ranks; tensor ranks within a node, context ranks for long documents alone.
 
-        Sequence parallelism comes with tensor ranks, and states are sharded among all data ranks or none. Left out are
-        the other kinds of what can be set, which `Space` can hold: more of them take longer than a user waits.
+        Left out are other kinds of recomputation, the methods of context ranks but the ring, and the schedules that
+        others beat (naive, gpipe, dualpipev) or that train something else (pipedream).
         """
         cluster, config = target.cluster, workload.config
         degrees = tuple(divisors(cluster.ranks))
@@ -134,7 +134,7 @@ class Space:
             for micro_batch in self.micro_batches(workload, cut, ranks):
                 for recompute in self.recompute:
                     for scheduled in self.scheduled(workload, micro_batch._replace(recompute=recompute), ranks):
-                        yield from self.sharings(scheduled, ranks)
+                        yield from self.sharings(workload, scheduled, ranks)
 
     def cuts(self, workload: Workload, ranks: int) -> Iterator[Choice]:
         """Yields the ways to divide the model and its tokens among the ranks that have one copy.
@@ -173,17 +173,50 @@ class Space:
             if is_possible and not _unsplit(workload.config, choice.stages, schedule, chunks):
                 yield choice._replace(schedule=schedule, chunks=chunks)
 
-    def sharings(self, choice: Choice, ranks: int) -> Iterator[Choice]:
-        """Yields a choice with each way to shard states among data and context ranks."""
-        data, context = choice.data_ranks(ranks), choice.context
+    def sharings(self, workload: Workload, choice: Choice, ranks: int) -> Iterator[Choice]:
+        """Yields a choice with each way to shard states among data and context ranks.
+
+        No two are the same: one rank has whole states, and zero2 is zero1 where both reduce gradients as often.
+        """
+        if choice.data_ranks(ranks) * choice.context == 1:
+            yield choice._replace(shard=min(self.shards), replicate=1)
+            return
         for shard in self.shards:
-            if shard == "none" or data * context == 1:
-                if shard == "none" or "none" not in self.shards:
-                    yield choice._replace(shard=shard)
-                continue
-            for replicate in divisors(data) if self.replicates is None else self.replicates:
-                if data % replicate == 0 and (data // replicate) * context % choice.expert == 0 and replicate < data:
+            if shard == "none":
+                yield choice._replace(shard=shard, replicate=1)
+            elif shard != "zero2" or "zero1" not in self.shards or not _is_zero1(workload, choice):
+                for replicate in self._replicas(choice, ranks):
                     yield choice._replace(shard=shard, replicate=replicate)
+
+    def fewest_states(self, choice: Choice, ranks: int) -> Iterator[Choice]:
+        """Yields those of `sharings` of which one has the fewest bytes by `Bounds.bytes`.
+
+        Whole states have nothing gathered. Of sharded ones the last kind has no more of anything than those before it,
+        and more ranks have less of each, but for experts of one rank alone, which nobody gathers: those of the most
+        replicas.
+        """
+        if "none" in self.shards:
+            yield choice._replace(shard="none", replicate=1)
+        if (most := max(self.shards)) == "none":
+            return
+        replicas = list(self._replicas(choice, ranks))
+        for replicate in dict.fromkeys(replicas[:1] if choice.expert == 1 else [*replicas[:1], *replicas[-1:]]):
+            yield choice._replace(shard=most, replicate=replicate)
+
+    def _replicas(self, choice: Choice, ranks: int) -> Iterator[int]:
+        """Yields the numbers of replicas that leave each of them several ranks, rising."""
+        data = choice.data_ranks(ranks)
+        for replicate in divisors(data) if self.replicates is None else sorted(self.replicates):
+            shards, rest = divmod(data, replicate)
+            if not rest and shards * choice.context > 1 and shards * choice.context % choice.expert == 0:
+                yield replicate
+
+
+def _is_zero1(workload: Workload, choice: Choice) -> bool:
+    """Whether zero2 does what zero1 does: both leave gradients whole between micro-batches, or neither does."""
+    kinds: tuple[Shard, ...] = ("zero1", "zero2")
+    both = [choice._replace(shard=shard).recipe(workload.recipe).parallel for shard in kinds]
+    return both[0].reduces_each_micro_batch == both[1].reduces_each_micro_batch
 
 
 def _misfit(workload: Workload, cut: Choice) -> bool:

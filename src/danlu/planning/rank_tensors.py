@@ -8,8 +8,9 @@ The cuts are those of the code that makes them: pipeline stages (`parallel.pipel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from danlu.core.fast_dataclass import dataclass
 from danlu.core.shard_box import ShardBox
@@ -21,8 +22,7 @@ from danlu.planning.model_tensors import ModelTensor
 from danlu.planning.packed_shapes import packed_shape
 
 
-@dataclass(frozen=True)
-class RankTensor:
+class RankTensor(NamedTuple):
     """The part of a model's tensor that a process has."""
 
     whole: ModelTensor
@@ -53,6 +53,15 @@ class RankTensor:
         return 1 if self.whole.packed is not None else self.whole.bytes // max(1, self.whole.elements)
 
 
+class _Shapes(NamedTuple):
+    """The shapes of a `RankTensor`, and the bytes of its scales."""
+
+    cut: tuple[int, ...]
+    shape: tuple[int, ...]
+    constants: int = 0
+    gathered: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """A process's place in a layout, as far as shapes depend on it: that of the largest shards of its stage."""
@@ -71,11 +80,18 @@ class RankPlace:
         layers = frozenset(self.chunks.local_layers) if self.layout.pipeline > 1 else None
         parts = _parts(config, self.layout.tensor, self.tensor_rank) if self.layout.tensor > 1 else {}
         is_tied = config.task == "causal-lm" and config.tie_word_embeddings
+        known: dict[Hashable, _Shapes] = {}
         for each in tensors:
             if layers is None or (
                 self._is_here(each.name, is_tied=is_tied) if each.layer is None else each.layer in layers
             ):
-                yield self._part(each, parts)
+                own, linear = parts.get(each.name), parts.get(each.linear)
+                # Layers of one kind have the same parts (`tensor_parts`), the objects themselves.
+                kind = each.packed, each.axes, each.is_parameter, each.is_whole, each.of_experts
+                key = id(own), id(linear), each.shape, kind
+                if key not in known:
+                    known[key] = self._shapes(each, own, linear)
+                yield RankTensor(each, *known[key])
 
     def _is_here(self, name: str, *, is_tied: bool) -> bool:
         """Whether a tensor that belongs to no layer is on this stage."""
@@ -85,8 +101,9 @@ class RankPlace:
             return True
         return self.chunks.of_parameter(name) in self.chunks.local
 
-    def _part(self, tensor: ModelTensor, parts: Mapping[str, TensorPart]) -> RankTensor:
-        box = self._cut(tensor, parts)
+    def _shapes(self, tensor: ModelTensor, own: TensorPart | None, linear: TensorPart | None) -> _Shapes:
+        """The shapes of a tensor's part. own, linear: what tensor ranks leave of it, and of the layer it adapts."""
+        box = self._cut(tensor, own, linear)
         if tensor.packed is None:
             shape = gathered = box.sizes
             constants = 0
@@ -95,12 +112,12 @@ class RankPlace:
             gathered = shape
         shards = self.shards_of(tensor)
         if shards is None:
-            return RankTensor(tensor, box.sizes, shape, constants)
+            return _Shapes(box.sizes, shape, constants)
         sharded = list(shape)
         if sharded:
             dim = expert_shard_dim(shape, shards) if tensor.of_experts else 0
             sharded[dim] = -(-sharded[dim] // shards)
-        return RankTensor(tensor, box.sizes, tuple(sharded), constants, gathered)
+        return _Shapes(box.sizes, tuple(sharded), constants, gathered)
 
     def shards_of(self, tensor: ModelTensor) -> int | None:
         """The number of data ranks that share a tensor; None where each has all of it."""
@@ -114,14 +131,13 @@ class RankPlace:
             return None if shards == 1 else shards
         return layout.shard * layout.context
 
-    def _cut(self, tensor: ModelTensor, parts: Mapping[str, TensorPart]) -> ShardBox:
-        """The box of a tensor that tensor ranks and ranks with other experts leave; parts: of all parameters."""
+    def _cut(self, tensor: ModelTensor, own: TensorPart | None, linear: TensorPart | None) -> ShardBox:
+        """The box of a tensor that tensor ranks and ranks with other experts leave; arguments as `_shapes` has them."""
         box = ShardBox.full(tensor.shape)
         if tensor.of_experts and self.layout.expert > 1 and tensor.is_parameter:
             box = box.narrow(0, 0, tensor.shape[0] // self.layout.expert)
-        if (own := parts.get(tensor.name)) is not None:
+        if own is not None:
             return _within(own.box, box)
-        linear = parts.get(tensor.linear)
         if linear is None or not tensor.axes:
             return box
         for dim, axis in enumerate(tensor.axes):

@@ -109,7 +109,7 @@ class _Search:
             case _Level.SCHEDULE:
                 yield bounds.close(choice), _Level.BOUNDED, choice
             case _Level.BOUNDED:
-                for branch in self.space.sharings(choice, ranks):
+                for branch in self.space.sharings(self.workload, choice, ranks):
                     if bounds.bytes(branch) <= self.target.cluster.card.memory_bytes:
                         # Layers of a model that is not sharded compute more.
                         computed = least if branch.shard != "none" else max(least, bounds.close(branch))
@@ -125,10 +125,9 @@ class _Search:
     def _may_fit(self, choice: Choice) -> bool:
         """Whether it might fit, were its states sharded among as many ranks as there are."""
         most = self.target.cluster.card.memory_bytes
-        sharings = [*self.space.sharings(choice, self.target.cluster.ranks)]
-        fewest = min((each.replicate for each in sharings if each.shard != "none"), default=1)
-        least = [each for each in sharings if each.shard == "none" or each.replicate == fewest]
-        return any(self.bounds.bytes(each) <= most for each in reversed(least))
+        return any(
+            self.bounds.bytes(each) <= most for each in self.space.fewest_states(choice, self.target.cluster.ranks)
+        )
 
     def _is_too_slow(self, seconds: float) -> bool:
         return len(self.best) == self.top and seconds > self.best[-1].seconds

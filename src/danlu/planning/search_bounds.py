@@ -6,6 +6,7 @@ settings that it depends on; a bound of a choice is then a few sums.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -146,6 +147,7 @@ class Bounds:
         self._kept: dict[Hashable, tuple[PerLayer, float]] = {}
         self._weights: dict[Hashable, list[Weight]] = {}
         self._divisions: dict[Hashable, Division] = {}
+        self._in_flight: dict[Hashable, tuple[list[int], float]] = {}
         self._most_work: dict[Hashable, dict[Work | None, float]] = {}
 
     def quick(self, choice: Choice) -> float:
@@ -195,28 +197,35 @@ class Bounds:
 
     def bytes(self, choice: Choice) -> float:
         """Bytes of the first stage: states, and what its micro-batches in flight keep."""
-        micro, micro_batches = self._micro_batches(choice)
+        _, micro_batches = self._micro_batches(choice)
         division = self._division(choice)
-        states = self._states_of(choice)
-        kept, transient = self._kept_of(choice, micro)
-        layers, chunks = division.of_stage(0), [division.of_chunk[chunk] for chunk in division.local[0]]
-        shards = self._shards(choice)
+        states, layers, shards = self._states_of(choice), division.of_stage(0), self._shards(choice)
         outside = states.others if choice.stages == 1 else states.first_stage
-        total = states.others.of(layers, *shards) + outside.outside(*shards)
-        each = [kept.of(chunk) for chunk in chunks]
-        in_flight = _in_flight(choice, each, micro_batches)
-        total += sum(count * own for count, own in zip(in_flight, each, strict=True))
-        gathered = [self._gathered_of(choice, counts) for counts in chunks]
+        in_flight, activations = self._activations(choice)
+        total = activations + states.others.of(layers, *shards) + outside.outside(*shards)
+        gathered = [self._gathered_of(choice, division.of_chunk[chunk]) for chunk in division.local[0]]
         if choice.shard in ("zero1", "zero2"):  # of each chunk from its first forward to its last backward pass
             total += max(min(gathered), sum(own for count, own in zip(in_flight, gathered, strict=True) if count))
         else:
             total += min(gathered)
-        total += transient
         # Gradients are there once a backward pass has run; later as many micro-batches are in flight as before it.
         if micro_batches < 2 * choice.stages:
             return total
         reduced = choice.recipe(self.workload.recipe).parallel.reduces_each_micro_batch
         return total + states.gradients.of(layers, *(shards if reduced else (1, 1)))
+
+    def _activations(self, choice: Choice) -> tuple[list[int], float]:
+        """The number of passes of each chunk of the first stage in flight, and the bytes that they keep, with those of
+        a backward pass."""
+        key = choice._replace(expert=1, shard="none", replicate=1)  # on which it does not depend
+        if key not in self._in_flight:
+            micro, micro_batches = self._micro_batches(choice)
+            division = self._division(choice)
+            kept, transient = self._kept_of(choice, micro)
+            each = [kept.of(division.of_chunk[chunk]) for chunk in division.local[0]]
+            counts = _in_flight(choice, each, micro_batches)
+            self._in_flight[key] = counts, transient + sum(map(operator.mul, counts, each))
+        return self._in_flight[key]
 
     def _shards(self, choice: Choice) -> tuple[int, int]:
         """The data and context ranks that share a parameter, and those that share experts."""
