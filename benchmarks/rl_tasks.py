@@ -304,7 +304,7 @@ def rollouts(data: Path, output: Path, options: argparse.Namespace) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "fp32": {},
         "int8": {"rollout": int8},
-        "int8, uncorrected": {"rollout": int8, "policy_gradient": {"importance": None}},
+        "int8, uncorrected": {"rollout": int8, "stage": "rl", "objective": [{"kind": "grpo", "importance": None}]},
     }
     print("| rollouts | reward over the run | spread of seeds | in the last tenth | spread | by seed |")
     print("|---|---|---|---|---|---|")
@@ -314,8 +314,7 @@ def rollouts(data: Path, output: Path, options: argparse.Namespace) -> None:
             options.seed = seed
             name = f"{kind.replace(', ', '-')}-{seed}"
             recipe = short_stories(data, output, name, options, options.rates[0])
-            for key, values in changes.items():
-                recipe[key] = recipe.get(key, {}) | values
+            recipe |= {**changes, "rollout": recipe["rollout"] | changes.get("rollout", {})}
             lines = train(output / f"{name}.yaml", recipe)
             rewards.append([line["reward"] for line in lines if "reward" in line])
         means, lasts = [fmean(each) for each in rewards], [ends(each)[1] for each in rewards]
