@@ -17,7 +17,7 @@ from builders.torch_process import TorchProcess
 from danlu.registry import resolve
 from danlu.stages.table import STAGES, Part
 
-MOST_MODULES = 265
+MOST_MODULES = 264
 """Of danlu that `danlu.run.train` and the first step of a plain SFT load, without those of the plan of its steps, which
 the first process alone makes."""
 OF_ROLLOUTS = {"inference", "remote_engines", "rewards", "rl", "serving"}

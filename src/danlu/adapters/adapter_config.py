@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.added_token import AddedToken, as_added_tokens
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without

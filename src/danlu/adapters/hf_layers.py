@@ -7,9 +7,9 @@ of each part, then the next ones of each, as where each head of queries is follo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import Site
 
 if TYPE_CHECKING:

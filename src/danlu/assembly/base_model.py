@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.block_scaled import CODED_METHODS, quantization_method
 from danlu.models.config import ModelConfig, same_rotation, with_rotation_of
 from danlu.models.hf_folder import (

@@ -19,9 +19,9 @@ import re
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.machine import pid_is_alive, process_start_ticks
 
 # ENOLCK: NFS without its lock service. EINVAL: what some FUSE file systems say.

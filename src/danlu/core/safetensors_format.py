@@ -12,11 +12,11 @@ import json
 import math
 import struct
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.small_files import check_regular, parse_json
 
 if TYPE_CHECKING:

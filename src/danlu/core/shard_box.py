@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Protocol
-
-from danlu.core.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
-
-from danlu.core.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from danlu.data.tokenizer import Tokenizer

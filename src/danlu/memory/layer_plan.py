@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import Recompute
 
 Kind = Literal["none", "elementwise", "selective", "full"]

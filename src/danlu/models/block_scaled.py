@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.safetensors_format import TensorLocation
 from danlu.core.shard_box import ShardBox
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-
-from danlu.core.fast_dataclass import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.layer_spec import Experts, LayerSpec, NormKind, norm_shapes
 from danlu.models.mixer_spec import MAXIMUMS as LAYER_MAXIMUMS
 from danlu.models.mixer_spec import Delta, Shapes, check_sizes, linear_shapes

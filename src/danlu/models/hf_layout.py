@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, is_stacked, parameter_shapes

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.hf_values import HFValues
 from danlu.models.rope_config import (
     DynamicScaling,

@@ -9,10 +9,10 @@ D model width · E experts · F inner width, of each expert
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.mixer_spec import MAXIMUMS, Delta, Factorized, Heads, Latent, Shapes, check_sizes, linear_shapes
 from danlu.models.tensor_cut import Role, TensorCut
 

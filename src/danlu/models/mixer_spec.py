@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import LayerCache
 from danlu.models.rope_config import Rope, YarnScaling
 from danlu.models.tensor_cut import Role, TensorCut

@@ -7,11 +7,10 @@ result byte for byte. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import LANGUAGE_PART
 
 TEXT_CONFIG = "text_config"

@@ -9,9 +9,8 @@ T packed tokens · D model width
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
-
-from danlu.core.fast_dataclass import dataclass
 
 Per = Literal["token", "row", "chunk", "layer"]
 """The number of times that a value is there: once for each token, for each row of a token's experts, for each chunk of

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

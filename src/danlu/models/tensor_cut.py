@@ -7,10 +7,9 @@ modules so; `tensor_parts` lists the shapes that this leaves, without a module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.shard_box import ShardBox
 
 if TYPE_CHECKING:

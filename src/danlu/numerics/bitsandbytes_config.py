@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from danlu.core.errors import ModelError
-from danlu.core.fast_dataclass import dataclass
 
 Kind = Literal["nf4", "fp4"]
 KINDS: tuple[Kind, ...] = ("nf4", "fp4")

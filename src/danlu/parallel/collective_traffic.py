@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.parallel.layout import AXES, Layout
 
 Kind = Literal[

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from danlu.core.errors import RecipeError
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts, Mixer
 from danlu.models.mixer_spec import Delta, Latent

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import LayerSpec
 from danlu.models.operations import ROTATION

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.kernel_limits import CHUNK_SIZES, DOCUMENT_MULTIPLE, SHORT_DOCUMENT
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}

@@ -18,10 +18,9 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from danlu.core.errors import RecipeError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.spelling import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.chunks import Chunks
 from danlu.optim.state_shapes import FLOAT32_BYTES, optimizer_bytes
 from danlu.planning.batch_shape import ELEMENT_BYTES, BatchShape, DocumentRun, RankShare

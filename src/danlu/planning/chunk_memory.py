@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.config import ModelConfig
 from danlu.models.operations import ROTATION
 from danlu.planning.activation_memory import (

@@ -15,12 +15,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from danlu.core.errors import RecipeError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.machine import total_memory_bytes
 from danlu.core.small_files import read_small_text
 from danlu.core.spelling import did_you_mean

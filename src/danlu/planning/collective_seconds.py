@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.parallel.collective_traffic import CollectiveTraffic, GroupShape, Kind
 from danlu.planning.cluster import NO_LINK, Cluster, Link
 from danlu.planning.machine_profile import Collective, MachineProfile

@@ -11,12 +11,11 @@ D model width
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.layer_operations import ENTER, layer_operations
 from danlu.models.layer_spec import Experts, LayerSpec
 from danlu.models.operations import EMBEDDINGS, KEYS, OF_OTHERS, ROTATION, VALUES, Operation, Value, made_by

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.mixer_spec import Delta
 from danlu.models.operations import OF_OTHERS, ROTATION, Operation
 from danlu.planning.attention_memory import attention_temporaries

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from danlu.core.errors import DataError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.small_files import parse_json
 
 if TYPE_CHECKING:

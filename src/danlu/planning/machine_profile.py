@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import DataError, RecipeError, ResourceError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.small_files import parse_json, read_small
 from danlu.models.kernel_limits import ROW_MULTIPLE, SHORT_DOCUMENT
 from danlu.planning.cards import nvidia_devices

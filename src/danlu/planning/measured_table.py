@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from danlu.core.fast_dataclass import dataclass
 
 
 class Seconds(float):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import TRAINED, Axis
 from danlu.models.config import ModelConfig, is_matrix, is_of_router, is_stacked, parameter_shapes
 from danlu.optim.state_shapes import FLOAT32_BYTES

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.shard_box import ShardBox
 from danlu.recipe.sections.model import Fp4, Nf4, QuantizationSection
 

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.planning.machine_profile import Streamed
 from danlu.planning.measured_table import Seconds
 from danlu.planning.speeds import Speeds

@@ -14,11 +14,11 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from danlu.core.atomic_write import write_atomically
-from danlu.core.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.types import MemoryParts, Role
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig

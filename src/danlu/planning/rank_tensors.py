@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.shard_box import ShardBox
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import DataError
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe import Recipe
 from danlu.recipe.policy_scores import objective_section
 

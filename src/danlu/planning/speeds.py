@@ -7,11 +7,10 @@ the arithmetic and the time of the memory traffic; constants say which share of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.planning.cards import Card
 from danlu.planning.machine_profile import MachineProfile, Streamed
 from danlu.planning.measured_table import Seconds

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.planning.cluster import Cluster

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.types import WHOLE_SHARE
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.types import MemoryParts, Role
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout

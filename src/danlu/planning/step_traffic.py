@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import TRAINED
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks

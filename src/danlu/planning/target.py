@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.planning.batch_shape import Kernels
 from danlu.planning.cluster import Cluster
 from danlu.planning.device_map import Device

@@ -15,11 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.parallel.collective_traffic import (
     BUCKET_BYTES,
     CollectiveTraffic,

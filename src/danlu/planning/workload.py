@@ -6,11 +6,10 @@ Nothing is read here: configs and the facts of folders are handed in (`run.read_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind, LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.layer_types import LANGUAGE_PART
 from danlu.core.spelling import did_you_mean
 

@@ -6,12 +6,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import DanluError, RecipeError
-from danlu.core.fast_dataclass import dataclass
 from danlu.core.small_files import read_small
 from danlu.core.spelling import closest_match
 from danlu.recipe import overrides as overriding

@@ -8,9 +8,9 @@ else there. `steps=10` takes the place of the file's `epochs`, and likewise wher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand, matching_variant
 from danlu.recipe.type_hints import Hint, entry_type, field_types, section_types, variants_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from danlu.core.fast_dataclass import dataclass
+from dataclasses import dataclass
+
 from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, Recipe, terms_of
 from danlu.recipe.teachers import teachers_of
 

@@ -6,9 +6,9 @@ Nothing is read from folders: a path may lead to adapters, which name a base.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import (
     AdapterOff,
     AdapterSection,

@@ -9,11 +9,10 @@ reward models and of policy gradients. Where rollouts round, the objective corre
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import (
     AdamW,
     BatchSize,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.recipe.sections import Recipe, Section
 
 T = TypeVar("T")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-
-from danlu.core.fast_dataclass import dataclass
 
 Scalar = str | int | float | bool | None
 

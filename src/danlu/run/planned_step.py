@@ -6,12 +6,11 @@ Everything that keeps a run from beginning in this layout is raised with the run
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from danlu.assembly.document_lengths import document_lengths, with_named_tokenizer
 from danlu.core.errors import RecipeError
-from danlu.core.fast_dataclass import dataclass
 from danlu.memory.available_memory import host_available_bytes
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout, layout_of, problems

@@ -5,10 +5,9 @@ tensors' names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from danlu.core.fast_dataclass import dataclass
 from danlu.models.config import ModelConfig
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues

@@ -4,11 +4,10 @@ Files of sections do not import `annotations` from `__future__`: pydantic would 
 each class that inherits it, a third of the time in which the sections are imported.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from danlu.core.fast_dataclass import dataclass
 
 
 class Section(BaseModel):
