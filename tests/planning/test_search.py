@@ -44,9 +44,9 @@ SPACE = replace(
 )
 
 
-def workload_of(world: World, folder: Path, config: dict[str, Any]) -> Workload:
+def workload_of(world: World, folder: Path, config: dict[str, Any], precision: str = "bf16") -> Workload:
     changes = {"batch": {"sequences": 64}, "data": {"max_length": 1024}, "model": {"config": config}}
-    recipe = load(world.recipe(folder / "run", precision="bf16", **changes)).recipe
+    recipe = load(world.recipe(folder / "run", precision=precision, **changes)).recipe
     return read_workload(recipe, read_config_values(config), judges=False)
 
 
@@ -153,6 +153,13 @@ def test_bounds_of_sharded_models_are_below_their_plans(tiny_world: World, tmp_p
     assert all(cut.shard != "none" for cut in SPACE.cuts(workload, 8)), "sharded states compute least"
     gathered = bounds.bytes(sharded) - bounds.bytes(sharded._replace(shard="zero3"))
     assert gathered > 0, "zero3 has one layer at a time"
+
+
+def test_products_in_8_bits_have_no_more_tensor_ranks_than_key_heads(tiny_world: World, tmp_path: Path) -> None:
+    for precision, degrees in (("fp8", {1, 2}), ("bf16", {1, 2, 4})):
+        workload = workload_of(tiny_world, tmp_path / precision, DENSE, precision)
+        space = Space.of(workload, target_of("4xH100-80G", 1 << 40))
+        assert {cut.tensor for cut in space.cuts(workload, 4)} == degrees, "two key heads"
 
 
 def test_nothing_that_fits_and_no_speeds_are_said(tiny_world: World, tmp_path: Path) -> None:

@@ -325,13 +325,16 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
 def _set_products(recipe: Recipe, placer: LayerPlacer) -> None:
     """Gives linear layers products in 8 bits, or with weights that are rounded to the format they are trained for."""
     if recipe.fp8 is not None:
-        from danlu.assembly.arithmetic import check_cuts, set_arithmetic
+        from danlu.assembly.arithmetic import set_arithmetic
+        from danlu.parallel.fp8_cuts import fp8_problems
 
+        # Of models of other roles, too, which their stage has not checked before it read them.
+        if wrong := [*fp8_problems(recipe.fp8, placer.model.config, recipe.parallel.tensor)]:
+            raise RecipeError(wrong)
         cutter = placer.cutter
         if cutter is None:
             set_arithmetic(placer.model, recipe.fp8)
         else:
-            check_cuts(recipe.fp8, cutter.linears.items())
             set_arithmetic(placer.model, recipe.fp8, cutter.linears, cutter.group)
     if recipe.trained_quantization is not None:
         from danlu.assembly.trained_quantization import set_trained_quantization

@@ -6,10 +6,11 @@ modules so; `tensor_parts` lists the shapes that this leaves, without a module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from danlu.core.layer_types import Axis
 from danlu.core.shard_box import ShardBox
 
 if TYPE_CHECKING:
@@ -102,6 +103,40 @@ def share(features: int, unit: int, role: Role, degree: int, rank: int) -> Share
     if role == "grouped" and degree % count == 0:
         return Share(rank * count // degree * unit, unit, degree // count)
     return None
+
+
+class LinearCut(NamedTuple):
+    """How a linear layer, or a stack of them, is divided among the tensor ranks."""
+
+    name: str
+    axis: Axis | None
+    """The cut dimension; None: each rank has the whole matrix, and a term of its gradient."""
+    features: int
+    """Features of that dimension on all ranks together."""
+    local_features: int
+    """Features of it on this rank."""
+    replicas: int
+    """Ranks with the same part, each of which has a term of its gradient."""
+
+
+def linear_cuts(config: ModelConfig, degree: int) -> Iterator[LinearCut]:
+    """Yields the cuts of the linear layers of attention, feed-forward networks and experts among `degree` tensor ranks,
+    of the first layer of each kind; but for those that cannot be cut so (`LayerSpec.uncuttable`).
+    """
+    for kind in config.kinds:
+        layer = config.layers.index(kind)
+        for half, spec in (("attention", kind.mixer), ("mlp", kind.feed)):
+            shapes, cut = spec.parameter_shapes(config.hidden_size), spec.tensor_cut
+            for part, role in cut.roles.items():
+                name = f"layers.{layer}.{half}.{part}"
+                if role == "whole":
+                    yield LinearCut(name, None, 0, 0, degree)
+                    continue
+                features = shapes[f"{part}.weight"][-1 if role == "row" else -2]
+                own = share(features, cut.unit(part), role, degree, 0)
+                if own is not None:
+                    axis: Axis = "inputs" if role == "row" else "outputs"
+                    yield LinearCut(name, axis, features, own.length, own.replicas)
 
 
 def vocabulary_bounds(vocab_size: int, degree: int) -> list[int]:

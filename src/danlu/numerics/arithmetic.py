@@ -265,10 +265,3 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
     for index, (start, end) in enumerate(itertools.pairwise(ends)):
         if start < end:
             yield index, slice(start, end)
-
-
-def block_of_features(recipe: str) -> int:
-    """Features that tensor ranks must not cut apart: those of a block where other blocks move numbers by more than
-    `OTHER_BLOCKS`."""
-    formats = RECIPES[recipe]
-    return max(1, formats.x.block[1]) if formats.x.rounding == "floor" else 1

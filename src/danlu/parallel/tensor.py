@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from danlu.core.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
-from danlu.models.tensor_cut import Role, TensorCut, share, vocabulary_bounds, vocabulary_rows
+from danlu.models.tensor_cut import LinearCut, Role, TensorCut, share, vocabulary_bounds, vocabulary_rows
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 
@@ -50,20 +50,6 @@ class Cuts:
     """This rank's box of each parameter; `replicas` and `is_writer` are among the tensor ranks alone."""
     partial: dict[str, Group] = field(default_factory=dict)
     """Parameters with a gradient that is a term of a sum over a group; the sum is made after the backward pass."""
-
-
-class LinearCut(NamedTuple):
-    """How a linear layer, or a stack of them, is divided among the tensor ranks."""
-
-    name: str
-    axis: Axis | None
-    """The cut dimension; None: each rank has the whole matrix, and a term of its gradient."""
-    features: int
-    """Features of that dimension on all ranks together."""
-    local_features: int
-    """Features of it on this rank."""
-    replicas: int
-    """Ranks with the same part, each of which has a term of its gradient."""
 
 
 def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> Cuts:

@@ -223,7 +223,13 @@ def _misfit(workload: Workload, cut: Choice) -> bool:
     """Whether the model cannot be cut so."""
     context = Context(size=cut.context, method=cut.method)
     section = Parallel(tensor=cut.tensor, context=context, expert=cut.expert)
-    return next(problems(section, workload.config), None) is not None
+    if next(problems(section, workload.config), None) is not None:
+        return True
+    if (fp8 := workload.recipe.fp8) is None:
+        return False
+    from danlu.parallel.fp8_cuts import fp8_problems  # here: few recipes have such products
+
+    return next(fp8_problems(fp8, workload.config, cut.tensor), None) is not None
 
 
 def _unsplit(config: ModelConfig, stages: int, schedule: str, chunks: int | None) -> bool:

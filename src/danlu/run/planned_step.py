@@ -199,6 +199,10 @@ def _layout(recipe: Recipe, config: ModelConfig, target: Target) -> Layout:
     section = recipe.parallel
     layout = layout_of(section, target.cluster.ranks)
     wrong = [*problems(section, config), *device_map_problems(section.device_map, config)]
+    if recipe.fp8 is not None:
+        from danlu.parallel.fp8_cuts import fp8_problems  # here: few recipes have such products
+
+        wrong += fp8_problems(recipe.fp8, config, section.tensor)
     if section.pipeline.stages > 1:
         wrong += [*split_problems(section.pipeline, config), *pipedream_problems(recipe, config)]
     if wrong:

@@ -237,6 +237,10 @@ class DecoderBuilder:
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
         wrong = [*problems(parallel, config)]
+        if self.recipe.fp8 is not None:
+            from danlu.parallel.fp8_cuts import fp8_problems
+
+            wrong += fp8_problems(self.recipe.fp8, config, parallel.tensor)
         if parallel.pipeline.stages > 1:
             from danlu.planning.pipeline_split import pipedream_problems, split_problems
 
