@@ -930,13 +930,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "own_block",
     ),
     Mutation(
-        "inference/decode_buffers.py",
-        "chunk.start % block == 0 and chunk.start > 0",
-        "chunk.start % block == 1 and chunk.start > block",
-        "inference/test_grouped_blocks.py",
-        "fused",
-    ),
-    Mutation(
         "inference/scheduler.py",
         "sequence.computed = min(sequence.computed, kept * self.block)",
         "pass",
@@ -956,12 +949,5 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return (GROUP, 1)",
         "inference/test_grouped_blocks.py",
         "formula",
-    ),
-    Mutation(
-        "numerics/format.py",
-        "scales = scales.where(scales != 0, 1)",
-        "pass",
-        "numerics/test_format.py",
-        "offset",
     ),
 )

@@ -126,12 +126,12 @@ def test_what_is_sent_is_what_the_formulas_say(tiny_world: World, tmp_path: Path
         "fp8, tensor 2, sequence": ((2, {"tensor": 2, "sequence": True}, "qwen2-moe", "none"), fp8),
     }
     cases = {name: (case, dict[str, Any]()) for name, case in CASES.items()} | in_fp8
+    groups = [(size, [name for name, case in CASES.items() if case[0] == size]) for size in (2, 4)]
     files = {
         name: recipe_file(tiny_world, tmp_path, name, parallel=layout, memory=recompute, **more)
         for name, ((_, layout, _, recompute), more) in cases.items()
     }
-    for size in (2, 4):
-        names = [name for name, (case, _) in cases.items() if case[0] == size]
+    for size, names in [*groups, (2, list(in_fp8))]:
         kinds = [(files[name], cases[name][0][2]) for name in names]
         by_rank = run_group(expert_steps.traffic, size, kinds, PACKS, MICRO)
         for number, name in enumerate(names):

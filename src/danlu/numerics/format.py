@@ -292,7 +292,6 @@ def _encode_with_zero(x: Tensor, form: Format) -> Scaled:
     last = 2**form.bits - 1
     if form.zero == "offset":
         scales = torch.maximum((greatest - least) / last, torch.maximum(greatest, -least) / _MOST_STEPS)
-        scales = scales.where(scales != 0, 1)
     else:
         least, greatest = least.clamp_max_(0), greatest.clamp_min_(0)
         scales = ((greatest - least) / last).where(greatest != least, 1)
