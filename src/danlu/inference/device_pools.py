@@ -95,7 +95,7 @@ class AttentionByDevice:
     @cached_property
     def runs(self) -> RecurrentRuns:
         """The recurrent runs of layers with a state: they continue from the cached states on their devices."""
-        of_devices = {device: attend.runs for device, attend in self._attends.items()}
+        of_devices = {device: attend.runs for device, attend in self._attends.items() if attend.pool.states is not None}
         first = next(iter(of_devices.values()))
         assert first.caches is not None, "in a rollout states are cached"
         caches = [
@@ -122,7 +122,7 @@ class AttentionByDevice:
 
 
 def _cache(runs: RecurrentRuns, number: int) -> RecurrentCache:
-    assert runs.caches is not None, "all devices cache states"
+    assert runs.caches is not None, "such devices cache states"
     return runs.caches[number]
 
 
