@@ -228,7 +228,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return min(own, default=0) * min(sum(counts), 1 + self.workload.recipe.parallel.prefetch)",
         "return sum(own) * len(own) * sum(counts)",
         "planning/test_search.py",
-        only="every_choice",
+        only="sharded",
     ),
     Mutation(
         "planning/choice.py",
