@@ -79,8 +79,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planning/primitives.py",
-        "speeds.host(1 if is_fused else len(each))",
-        "speeds.host()",
+        "speeds.host(1 if is_fused else len(each), moved)",
+        "speeds.host(1, moved)",
         "planning/test_layer_seconds.py",
         only="from_its_tables",
     ),

@@ -18,7 +18,7 @@ from danlu.planning.flops import DecoderFlops
 from danlu.planning.layer_graph import LayerGraph, LayerTraining, LowRankAdapter
 from danlu.planning.layer_seconds import layer_seconds
 from danlu.planning.layer_work import layer_work
-from danlu.planning.machine_profile import Machine, MachineProfile
+from danlu.planning.machine_profile import BYTES_BEFORE, Machine, MachineProfile
 from danlu.planning.measured_table import Table
 from danlu.planning.primitives import Attention, Grouped, Moved, OperationWork, PassSeconds, Primitive, Product, sum_of
 from danlu.planning.speeds import CardSpeeds, Efficiency, ProfileSpeeds
@@ -258,6 +258,11 @@ def test_a_profile_answers_from_its_tables() -> None:
     assert seconds.forward == pytest.approx(14e-6 + 3e-4 + 4e-6 + 3e-6) and seconds.extrapolated
     update = PassSeconds.of([replace(work, kind="update")], speeds)  # one call takes all parameters
     assert update.forward == pytest.approx(14e-6 + 3e-4 + 4e-6)
+    small = OperationWork("small", "product", (Product(1, 512, 64, "fp32"), Moved(1 << 10)))
+    share = (4 * (64 + 512 * 64 + 512) + (1 << 10)) / BYTES_BEFORE  # of the caches
+    warm, cold = 2 * 2e-6, 4e-6 + 3e-6
+    of_work = sum(each.seconds(speeds) for each in small.forward)
+    assert PassSeconds.of([small], speeds).forward == pytest.approx(of_work + warm + share * (cold - warm))
     assert speeds.call() == 2e-6
 
 

@@ -88,7 +88,7 @@ class CountedSpeeds:
     def call(self) -> Seconds:
         return Seconds(self.calls)
 
-    def host(self, calls: int = 1) -> Seconds:
+    def host(self, calls: int, moved_bytes: float) -> Seconds:
         return Seconds(0.0)
 
 

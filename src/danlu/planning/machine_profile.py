@@ -27,6 +27,10 @@ from danlu.planning.product_peak import cpu_model
 
 FORMAT = 3
 """The format of a profile's file; a change of the tables' meaning raises it."""
+PRODUCT_BEFORE = (256, 1024, 1024)
+"""Rows, outputs and inputs of the float32 products behind which calls are measured on a CPU: some 5 to 20 ms."""
+BYTES_BEFORE = 4 * (256 * 1024 + 1024 * 1024 + 256 * 1024)
+"""Bytes that such a product reads and writes."""
 PROFILES = "~/.cache/danlu/machine"
 Device = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from danlu.core.errors import ResourceError
 from danlu.core.worker_process import Caller, WorkerProcess, decoded
 from danlu.parallel.comm import Group, new_group
-from danlu.planning.machine_profile import Collective, Machine, MachineProfile
-from danlu.planning.measure_machine import POINT_S, PRODUCT_BEFORE, SIZES, Axis, Sizes, measure_tables
+from danlu.planning.machine_profile import PRODUCT_BEFORE, Collective, Machine, MachineProfile
+from danlu.planning.measure_machine import POINT_S, SIZES, Axis, Sizes, measure_tables
 from danlu.planning.measured_table import Table
 
 _START = "from danlu.planning.measure_links import serve; serve()"

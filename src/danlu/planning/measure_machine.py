@@ -31,7 +31,7 @@ from danlu.models.ops import gated_mlp_activation, rms_norm
 from danlu.numerics.dtypes import DTYPES
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.optim.adamw import fused_adamw
-from danlu.planning.machine_profile import GROUPED, Device
+from danlu.planning.machine_profile import GROUPED, PRODUCT_BEFORE, Device
 from danlu.planning.measured_table import Table
 
 Axis = tuple[int, ...]
@@ -41,8 +41,6 @@ POINT_S = 0.03
 """Seconds for each size of each table: the 350 of a CPU take some 25 s, as one call of the largest takes longer."""
 CEILING_S = 1.5
 """Seconds of the longest call that is measured."""
-PRODUCT_BEFORE = (256, 1024, 1024)
-"""Rows, outputs and inputs of the products behind which calls are measured on a CPU: 6 MiB, some 5 to 20 ms."""
 _MOST_COPIES = 16  # of a matrix that takes turns
 _MOST_RESULTS = 64  # that are kept
 _WIDTH = 1024  # of the rows of norms and activations

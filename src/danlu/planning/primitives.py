@@ -14,6 +14,8 @@ from danlu.planning.machine_profile import Streamed
 from danlu.planning.measured_table import Seconds
 from danlu.planning.speeds import Speeds
 
+_FLOAT32 = 4
+
 
 class Product(NamedTuple):
     """Products of [rows, inputs] with the transpose of [outputs, inputs]."""
@@ -127,6 +129,27 @@ class Updated(NamedTuple):
 Primitive = Product | Grouped | Attention | Moved | Dequantized | Updated
 
 
+def _moved_bytes(primitive: Primitive) -> float:
+    """Bytes of what a primitive reads and writes, each tensor once: what it takes of the caches."""
+    match primitive:
+        case Product(rows, outputs, inputs, precision, times):
+            of_one = rows * inputs + outputs * inputs + rows * outputs
+            return min(1.0, times) * of_one * _element_bytes(precision)
+        case Grouped(groups, rows, outputs, inputs, precision):
+            return groups * (rows * inputs + outputs * inputs + rows * outputs) * _element_bytes(precision)
+        case Attention():
+            tensors = 8 if primitive.backward else 4
+            tokens = primitive.documents * primitive.length
+            return tensors * tokens * primitive.heads * primitive.width * _element_bytes(primitive.precision)
+        case Moved():
+            return primitive.passes * primitive.bytes
+    return _FLOAT32 * primitive.elements
+
+
+def _element_bytes(precision: str) -> int:
+    return _FLOAT32 if precision in ("fp32", "tf32") else _FLOAT32 // 2
+
+
 @dataclass(frozen=True)
 class OperationWork:
     """The primitives of one operation in each pass of a micro-batch."""
@@ -163,9 +186,12 @@ class OperationSeconds(NamedTuple):
 
         def total(primitives: Sequence[Primitive]) -> float | None:
             nonlocal is_outside
+            if not primitives:
+                return None
             each = [primitive.seconds(speeds) for primitive in primitives]
             is_outside |= any(seconds.extrapolated for seconds in each)
-            return sum(each) + speeds.host(1 if is_fused else len(each)) if each else None
+            moved = sum(map(_moved_bytes, primitives))
+            return sum(each) + speeds.host(1 if is_fused else len(each), moved)
 
         return cls(
             work.kind,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from danlu.planning.cards import Card
-from danlu.planning.machine_profile import MachineProfile, Streamed
+from danlu.planning.machine_profile import BYTES_BEFORE, MachineProfile, Streamed
 from danlu.planning.measured_table import Seconds
 
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -63,9 +63,9 @@ class Speeds(Protocol):
     def call(self) -> Seconds:
         """An operation on next to nothing."""
 
-    def host(self, calls: int = 1) -> Seconds:
+    def host(self, calls: int, moved_bytes: float) -> Seconds:
         """The time that Python and autograd add to an operation of a pass that makes some calls, where no device
-        computes meanwhile.
+        computes meanwhile. moved_bytes: what it reads and writes, by which it takes the caches from them.
         """
 
 
@@ -105,15 +105,16 @@ class ProfileSpeeds:
         """An operation on next to nothing."""
         return self.profile.call_seconds()
 
-    def host(self, calls: int = 1) -> Seconds:
+    def host(self, calls: int, moved_bytes: float) -> Seconds:
         """The time that Python and autograd add to an operation of a pass that makes some calls, where no device
-        computes meanwhile.
+        computes meanwhile. moved_bytes: what it reads and writes, by which it takes the caches from them.
         """
         if self.profile.machine.device != "cpu":
             return Seconds(0.0)
-        profile = self.profile
-        more = (calls - 1) * profile.call_seconds(behind_products=True)
-        return Seconds(profile.call_seconds(trained=True) / 2 + more)
+        warm, cold = self.profile.call_seconds(), self.profile.call_seconds(behind_products=True)
+        all_cold = self.profile.call_seconds(trained=True) / 2 + (calls - 1) * cold
+        share = min(1.0, moved_bytes / BYTES_BEFORE)
+        return Seconds(calls * warm + share * max(0.0, all_cold - calls * warm))
 
 
 EAGER_PASSES: Mapping[tuple[Streamed, bool], float] = MappingProxyType(
@@ -203,7 +204,7 @@ class CardSpeeds:
         """An operation on next to nothing."""
         return Seconds(self.efficiency.call_s)
 
-    def host(self, calls: int = 1) -> Seconds:
+    def host(self, calls: int, moved_bytes: float) -> Seconds:
         """Nothing: no kernel is shorter than the host's time for it."""
         return Seconds(0.0)
 
