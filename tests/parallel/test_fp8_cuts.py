@@ -8,9 +8,10 @@ import pytest
 from builders.tiny_world import CONFIG
 
 from danlu.models.hf_config import read_config_values
+from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import LinearCut, linear_cuts
 from danlu.numerics.arithmetic import RECIPES
-from danlu.parallel.fp8_cuts import BLOCKS, fp8_problems, is_gate
+from danlu.parallel.fp8_cuts import BLOCKS, fp8_problems
 from danlu.recipe.sections import Fp8Products
 
 HEADS = {

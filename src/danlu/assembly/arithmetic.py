@@ -8,9 +8,9 @@ from types import MappingProxyType
 from danlu.core.layer_types import ReduceGroup
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear, Linear
+from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import LinearCut
 from danlu.numerics.arithmetic import Fp8Arithmetic, Sharing
-from danlu.parallel.fp8_cuts import is_gate
 from danlu.recipe.sections import Fp8Products
 
 _BEHIND_ATTENTION = "o_proj"

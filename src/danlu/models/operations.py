@@ -90,3 +90,14 @@ OF_OTHERS = frozenset({ROTATION, KEYS, VALUES, EMBEDDINGS})
 def made_by(operations: Iterable[Operation]) -> dict[str, Value]:
     """Name -> value, of all values that some operations make."""
     return {value.name: value for operation in operations for value in operation.makes}
+
+
+_GATES = ("shared_gate", "a_proj", "b_proj")
+
+
+def is_gate(name: str) -> bool:
+    """Whether a linear layer is a gate: it makes a number for each token or head, which others are multiplied with.
+
+    Where products are in 8 bits its own stay in the type of activations, as a router's do.
+    """
+    return name.rpartition(".")[2] in _GATES

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.models.config import ModelConfig
+from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import linear_cuts
 from danlu.recipe.sections import Fp8Products
 
-GATES = ("shared_gate", "a_proj", "b_proj")
-"""Layers with a number for each token or head, that others are multiplied with: they are left as routers are."""
 BLOCKS = {"mxfp8": 32}
 """Recipe -> features that tensor ranks must not cut apart: those of a block where other blocks move numbers by more
 than `numerics.arithmetic.OTHER_BLOCKS`; 1 of other recipes."""
@@ -43,8 +42,3 @@ def fp8_problems(section: Fp8Products | None, config: ModelConfig, degree: int) 
                 "or recipe: tile"
             )
             return
-
-
-def is_gate(name: str) -> bool:
-    """Whether a linear layer is a gate, with products in the type of activations."""
-    return name.rpartition(".")[2] in GATES

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from danlu.models.operations import Operation, Value
+from danlu.models.operations import Operation, Value, is_gate
 
 KEEPING = ("tile", "tensor")
 """Recipes that keep inputs in 8 bits; the others keep them as they are."""
-GATES = ("shared_gate", "a_proj", "b_proj")
-"""Products that stay in the type of activations, by the last part of their names."""
 CODES = ".codes"
 """The end of the name of a value that is kept in 8 bits."""
 _TILE, _FLOAT32 = 128, 4
@@ -114,7 +112,7 @@ def has_few_bits(operation: Operation) -> bool:
     """Whether the products of an operation are in 8 bits."""
     half, _, name = operation.name.partition(".")
     is_linear = operation.kind in ("product", "grouped") and half in ("attention", "mlp")
-    return is_linear and not operation.in_float32 and name.rpartition(".")[2] not in GATES
+    return is_linear and not operation.in_float32 and not is_gate(name)
 
 
 def _is_behind_attention(operation: Operation, recipe: str) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from danlu.models.layer_spec import Dense, Experts
+from danlu.models.operations import is_gate
 from danlu.planning.gradient_borders import HALVES, gives_inputs, halves_with_gradients
-from danlu.planning.kept_in_few_bits import GATES
 
 if TYPE_CHECKING:
     from danlu.planning.step_traffic import RankModel
@@ -27,7 +27,7 @@ def shared_maxima(model: RankModel) -> list[int]:
         spec = model.config.layers[entry.layer]
         for number, (half, part) in enumerate(zip(HALVES, (spec.mixer, spec.feed), strict=True), 2 * place):
             for name, role in part.tensor_cut.roles.items():
-                if name.rpartition(".")[2] in GATES or role == "whole":
+                if is_gate(name) or role == "whole":
                     continue
                 stacked = part.num_experts if isinstance(part, Experts) and name.startswith("experts.") else 1
                 linear = _Linear(model, f"layers.{entry.layer}.{half}", name, stacked, number in entrances)

@@ -18,6 +18,7 @@ from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts
+from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import OF_EACH_LAYER, TensorPart, tensor_parts
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, expert_shard_dim
@@ -30,7 +31,7 @@ from danlu.planning.gradient_borders import (
     gives_inputs,
     halves_with_gradients,
 )
-from danlu.planning.kept_in_few_bits import GATES, KEEPING, travelling_bytes
+from danlu.planning.kept_in_few_bits import KEEPING, travelling_bytes
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.rank_tensors import RankPlace, RankTensor
@@ -336,7 +337,7 @@ def needs_input(model: RankModel, half: int) -> bool:
 def takes_input(model: RankModel, linear: str) -> bool:
     """Whether a gradient of trained parameters of a linear layer, or of an adapter on it, takes its input."""
     fp8 = model.recipe.fp8
-    keeps_codes = fp8 is not None and fp8.recipe in KEEPING and linear.rpartition(".")[2] not in GATES
+    keeps_codes = fp8 is not None and fp8.recipe in KEEPING and not is_gate(linear)
     for tensor in model.trained_on.get(linear, ()):
         if not tensor.of_adapter or tensor.name == f"{linear}.weight":
             if tensor.name.endswith(".weight") and not keeps_codes:
