@@ -930,6 +930,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "own_block",
     ),
     Mutation(
+        "inference/decode_buffers.py",
+        "chunk.start % block == 0 and chunk.start > 0",
+        "chunk.start % block == 1 and chunk.start > block",
+        "inference/test_grouped_blocks.py",
+        "fused",
+    ),
+    Mutation(
         "inference/scheduler.py",
         "sequence.computed = min(sequence.computed, kept * self.block)",
         "pass",
