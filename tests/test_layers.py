@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("", "core", "environment", "registry"),  # "" is danlu/__init__.py: the version
     ("recipe",),
-    ("adapters", "data", "models", "numerics", "objectives", "optim", "rewards"),
+    ("adapters", "curation", "data", "models", "numerics", "objectives", "optim", "rewards"),
     ("memory", "parallel"),
     ("planning", "report", "training"),
     ("assembly",),

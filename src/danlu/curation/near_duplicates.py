@@ -1,0 +1,149 @@
+"""Rows that are nearly alike: MinHash proposes clusters, and the Jaccard index of two rows' shingles decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from danlu.curation.minhash import band_keys, signatures
+from danlu.curation.ragged import Ragged
+from danlu.curation.rows import Row
+from danlu.curation.steps import KEEP, Marks, Needs, Summary, Verdict
+from danlu.curation.tables import column, is_first, merge_tables, ragged_column, rows_at
+from danlu.curation.word_hashes import shingles
+
+_STANDARD_ERRORS = 4.0  # by which an estimate may miss: 3 of 100,000 pairs at the threshold are not compared
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """Drops a row that shares most of its runs of words with an earlier row that stays.
+
+    Rows with a common band of their MinHash signatures form clusters. In each, by place: a row is dropped if its
+    Jaccard index with a row that has stayed is `at_least` or more, else it stays. So each dropped row is like the row
+    that stays in its place, not merely like one that was dropped itself.
+
+    The values are FineWeb's (arXiv:2406.17557, appendix E.1): runs of 5 words, 14 bands of 8 values, similarity 0.75.
+
+    Attributes:
+        words: the length of the runs; of short rows it is the number of characters (`shingles`).
+        bands: the number of bands of a signature, and of the values in each.
+        at_least: the Jaccard index from which rows are duplicates.
+    """
+
+    words: int = 5
+    bands: tuple[int, int] = (14, 8)
+    at_least: float = 0.75
+    name: ClassVar[str] = "deduplicate.minhash"
+    version: ClassVar[int] = 1
+    needs: ClassVar[Needs] = "text"
+    rounds: ClassVar[int] = 2
+
+    def measured_with(self) -> Mapping[str, object]:
+        return {"words": self.words, "values": self.bands[0] * self.bands[1]}
+
+    def measure(self, rows: Sequence[Row]) -> Marks:
+        """Signatures [rows, values] uint32, and how many shingles they are of."""
+        sets = shingles([row.text for row in rows], self.words)
+        return {"signature": signatures(sets, self.bands[0] * self.bands[1]), "shingles": sets.lengths}
+
+    def gather(self, rows: Sequence[Row], marks: Marks, earlier: Sequence[Summary]) -> Summary:
+        places = np.array([row.place for row in rows], np.int64)
+        if not earlier:  # a row without shingles is like no other
+            filled = np.flatnonzero(column(marks, "shingles"))
+            keys = band_keys(column(marks, "signature")[filled], *self.bands)
+            return {"key": keys.reshape(-1), "place": np.repeat(places[filled], self.bands[0])}
+        at = rows_at(column(earlier[0], "place"), places)
+        clustered = np.flatnonzero(at >= 0)
+        sets = shingles([rows[number].text for number in clustered.tolist()], self.words)
+        return {
+            "place": places[clustered],
+            "cluster": column(earlier[0], "cluster")[at[clustered]],
+            "signature": column(marks, "signature")[clustered],
+            "shingles": Ragged.of([np.unique(sets[number]) for number in range(len(sets))], np.uint64),
+        }
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        of_buckets = "key" in summaries[0]
+        return merge_tables(summaries, ["key", "place"] if of_buckets else ["cluster", "place"])
+
+    def conclude(self, round: int, summary: Summary) -> Summary:
+        return clusters(summary) if round == 0 else self._duplicates(summary)
+
+    def _duplicates(self, summary: Summary) -> Summary:
+        """Place, Jaccard index and the place of the row that stays, of each duplicate, by place."""
+        places, values = column(summary, "place"), column(summary, "signature")
+        sets = ragged_column(summary, "shingles")
+        firsts = np.flatnonzero(is_first(summary, ["cluster"])).tolist()
+        dropped = list[tuple[int, int, float]]()
+        for first, stop in zip(firsts, [*firsts, len(places)][1:], strict=True):
+            kept = [first]
+            for row in range(first + 1, stop):
+                like = self._first_like(row, kept, values, sets)
+                if like is None:
+                    kept.append(row)
+                else:
+                    dropped.append((int(places[row]), int(places[like[0]]), like[1]))
+        dropped.sort()
+        return {
+            "place": np.array([place for place, _, _ in dropped], np.int64),
+            "kept": np.array([kept for _, kept, _ in dropped], np.int64),
+            "jaccard": np.array([index for _, _, index in dropped], np.float64),
+        }
+
+    def _first_like(self, row: int, kept: list[int], values: np.ndarray, sets: Ragged) -> tuple[int, float] | None:
+        """The first kept row with a Jaccard index of `at_least` or more with a row, and the index."""
+        estimates = (values[kept] == values[row]).mean(axis=1)
+        error = (self.at_least * (1 - self.at_least) / values.shape[1]) ** 0.5
+        for number in np.flatnonzero(estimates >= self.at_least - _STANDARD_ERRORS * error).tolist():
+            index = jaccard(sets[kept[number]], sets[row])
+            if index >= self.at_least:
+                return kept[number], index
+        return None
+
+    def decide(self, rows: Sequence[Row], marks: Marks, summary: Summary) -> list[Verdict]:
+        kept, indices = column(summary, "kept"), column(summary, "jaccard")
+        return [
+            KEEP if at < 0 else Verdict("drop", "near duplicate", float(indices[at]), self.at_least, kept=int(kept[at]))
+            for at in rows_at(column(summary, "place"), [row.place for row in rows]).tolist()
+        ]
+
+
+def clusters(buckets: Summary) -> Summary:
+    """Rows that are joined by common keys: the place of each row of a cluster of two or more, and that of its first.
+
+    buckets: key and place, sorted. Clusters are the connected parts of the graph, by union-find (Tarjan 1975).
+    """
+    keys, places = column(buckets, "key"), column(buckets, "place")
+    starts = np.flatnonzero(is_first(buckets, ["key"]))
+    owners = np.repeat(starts, np.diff(np.append(starts, len(keys))))
+    is_link = owners != np.arange(len(keys))
+    # Each row is linked to the first one of its bucket.
+    links = np.unique(np.stack([places[owners[is_link]], places[is_link]], axis=1), axis=0)
+    parents = dict[int, int]()
+
+    def root(place: int) -> int:
+        while (parent := parents.setdefault(place, place)) != place:
+            parents[place] = place = parents[parent]  # halves the path
+        return place
+
+    for first, other in links.tolist():
+        low, high = sorted((root(first), root(other)))
+        parents[high] = low  # the root of a cluster is its first row
+    members = sorted(parents)
+    return {
+        "place": np.array(members, np.int64),
+        "cluster": np.array([root(member) for member in members], np.int64),
+    }
+
+
+def jaccard(left: np.ndarray, right: np.ndarray) -> float:
+    """The Jaccard index of two sets, each a sorted array without repeats; 0 where one is empty."""
+    if not len(left) or not len(right):
+        return 0.0
+    at = np.minimum(np.searchsorted(right, left), len(right) - 1)
+    common = int(np.count_nonzero(right[at] == left))
+    return common / (len(left) + len(right) - common)
