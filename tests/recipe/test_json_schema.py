@@ -139,6 +139,10 @@ def test_a_chain() -> None:
     assert admits(SCHEMA, CHAIN)
     for change in ({"output": None}, {"stages": []}, {"stages": "sft"}, {"seedd": 1}, {"stages": [{"form": "a"}]}):
         assert not admits(SCHEMA, {**CHAIN, **change}), change
+    rounding = {"stage": "quantize", "from": "a", "quantization": "nearest"}
+    assert admits(SCHEMA, {**CHAIN, "stages": [*CHAIN["stages"], rounding]})
+    for change in ({"quantization": None}, {"steps": 3}, {"output": "x"}):
+        assert not admits(SCHEMA, {**CHAIN, "stages": [*CHAIN["stages"], {**rounding, **change}]}), change
     assert not admits(SCHEMA, {**plain(SHORT), "data": {"max_length": 64}})  # only a chain may leave rows to its stages
 
 

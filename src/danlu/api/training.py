@@ -15,7 +15,7 @@ from danlu.cli.train import run_training
 from danlu.core.errors import RecipeError
 from danlu.core.run_files import METRICS
 from danlu.parallel.world import world_from_environment
-from danlu.recipe import Chain, Recipe, load_recipe_or_chain
+from danlu.recipe import Chain, ChainStage, QuantizeStage, Recipe, load_recipe_or_chain
 
 if TYPE_CHECKING:
     from danlu.api.model import Model
@@ -96,7 +96,7 @@ def train(
     code = run_training(loaded, [path, *written], resume=resume, processes=processes)
     if not isinstance(loaded, Chain):
         return _run_of(loaded.recipe, code)
-    stages = [_run_of(stage.loaded.recipe, code) for stage in loaded.stages]
+    stages = [_run_of_stage(stage, code) for stage in loaded.stages]
     done = tuple(run for run in stages if run.steps or run.result is not None)
     result = stages[-1].result
     return Run(Path(loaded.output).expanduser(), sum(run.steps for run in done), code, result, done)
@@ -146,6 +146,16 @@ def _plain(value: object) -> Any:
         f"{value!r} ({type(value).__name__}) cannot be written in a recipe. Use texts, numbers, True, False, None, "
         "paths, and lists and dicts of them"
     )
+
+
+def _run_of_stage(stage: ChainStage | QuantizeStage, code: int) -> Run:
+    """The run of a chain's stage; one that quantizes takes no steps, and its folder is the result."""
+    if isinstance(stage, ChainStage):
+        return _run_of(stage.loaded.recipe, code)
+    from danlu.run.chained_quantize import is_finished
+
+    folder = Path(stage.loaded.recipe.output).expanduser()
+    return Run(folder, 0, 0, folder) if is_finished(folder) else Run(folder, 0, code, None)
 
 
 def _run_of(recipe: Recipe, code: int) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from danlu.recipe import Chain
 
 if TYPE_CHECKING:
     from danlu.run.chain import StageOutcome
+    from danlu.run.chained_quantize import QuantizeOutcome
+    from danlu.run.train import Outcome
 
 
 def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads: bool = True) -> int:
@@ -28,7 +30,7 @@ def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads:
 
     def ended(stage: StageOutcome) -> None:
         if stage.outcome is not None:
-            print_outcome(stage.outcome, log)
+            _print_ending(stage.outcome, log)
         else:
             inputs = ", ".join(stage.stage.inputs)
             log(f"dry run: the recipe of {stage.stage.name} is sound; the rest can be tried when {inputs} is trained")
@@ -40,12 +42,23 @@ def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads:
     return result.exit_code
 
 
+def _print_ending(outcome: Outcome | QuantizeOutcome, log: Callable[[str], None]) -> None:
+    """Prints how a stage has ended."""
+    from danlu.run.train import Outcome
+
+    if isinstance(outcome, Outcome):
+        print_outcome(outcome, log)
+        return
+    for line in outcome.lines:
+        log(line)
+
+
 def table(stages: Sequence[StageOutcome]) -> list[str]:
-    """A line for each finished stage under a heading: name, steps, metric, folder."""
+    """A line for each finished stage under a heading: name, steps, metric (of stage quantize its method), folder."""
     rows = [("stage", "steps", "metric", "folder")]
     for stage in stages:
-        assert stage.outcome is not None, "all stages were trained"
-        rows.append((stage.stage.name, str(stage.outcome.steps), stage.metric, str(stage.folder)))
+        assert stage.outcome is not None, "all stages have ended"
+        rows.append((stage.stage.name, str(stage.outcome.steps or "-"), stage.metric, str(stage.folder)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         f"{name:<{widths[0]}}  {steps:>{widths[1]}}  {metric:<{widths[2]}}  {folder}"
@@ -58,7 +71,7 @@ def launch_chain(chain: Chain, arguments: Sequence[str], resume: str, processes:
 
     Raises RecipeError for a stage with a layout that does not fit them, before any process starts.
     """
-    check_processes(processes, [stage.loaded for stage in chain.stages])
+    check_processes(processes, [stage.loaded for stage in chain.trained])
     _check_resume(chain, resume)
 
     def command(attempt: int) -> list[str]:
@@ -66,14 +79,14 @@ def launch_chain(chain: Chain, arguments: Sequence[str], resume: str, processes:
         return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if attempt else resume]
 
     folder = Path(chain.output).expanduser()
-    first = chain.stages[0].loaded.recipe
+    first = chain.trained[0].loaded.recipe
     return launch_training(first, command, lambda: "where the chain stopped", processes, folder, dry_run)
 
 
 def _check_resume(chain: Chain, resume: str) -> None:
     """Raises RecipeError for a checkpoint to resume from, which is that of one stage."""
     if resume not in ("auto", "never"):
-        name = chain.stages[-1].name
+        name = chain.trained[-1].name
         raise RecipeError(
             f"--resume {resume}: a chain takes auto or never. For a checkpoint of one stage, train its own recipe: "
             f"danlu train {chain.output}/{name}/recipe.yaml --resume {resume}"

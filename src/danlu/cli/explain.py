@@ -12,11 +12,12 @@ from rich.text import Text
 
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import printable
-from danlu.recipe import Chain, Loaded, Recipe, load_recipe_or_chain
+from danlu.recipe import Chain, Recipe, load_recipe_or_chain
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.explanation import Explanation
 from danlu.recipe.explanation import explain as look_up
 from danlu.recipe.field_docs import field_docs
+from danlu.recipe.loading import LoadedSection
 from danlu.recipe.messages import first_sentence
 
 
@@ -39,7 +40,7 @@ def explain(
             raise typer.BadParameter("overrides need --recipe")
         _explain_query([str(key), *overrides])
         return
-    loaded = None
+    loaded: LoadedSection | None = None
     if recipe is not None:
         read = load_recipe_or_chain(recipe, overrides or ())
         key, loaded = _in_stage(read, key) if isinstance(read, Chain) else (key, read)
@@ -97,7 +98,7 @@ def _search(query: str, unknown: RecipeError | None) -> None:
     console.print("[dim]danlu explain KEY says more of a key.[/dim]")
 
 
-def _in_stage(chain: Chain, key: str | None) -> tuple[str | None, Loaded | None]:
+def _in_stage(chain: Chain, key: str | None) -> tuple[str | None, LoadedSection | None]:
     """The key without the stage's name, and that stage's recipe; a key of the chain itself has none.
 
     Raises RecipeError where it is not said which stage is meant.

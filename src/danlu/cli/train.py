@@ -137,7 +137,7 @@ def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry
     """Runs one process of several, and returns its exit code."""
     read = recipes.load_recipe_or_chain(recipe, overrides)
     chain = read if isinstance(read, Chain) else None
-    loaded = read.stages[0].loaded if isinstance(read, Chain) else read
+    loaded = read.trained[0].loaded if isinstance(read, Chain) else read
     print_to_terminal = redirect_output(world, _dry_run_folder() if dry_run else Path(output_of(read)).expanduser())
     # Here: see `_train`.
     from danlu.parallel.process_group import join_process_group, leave_process_group

@@ -14,7 +14,7 @@ from danlu.recipe.resolved_yaml import resolved_yaml
 from danlu.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from danlu.recipe.chain import Chain, ChainStage, load_recipe_or_chain
+    from danlu.recipe.chain import Chain, ChainStage, QuantizeStage, load_recipe_or_chain
     from danlu.recipe.diff import Change, changes
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ChainStage",
     "Change",
     "Loaded",
+    "QuantizeStage",
     "Recipe",
     "changes",
     "load",
@@ -33,6 +34,7 @@ __all__ = [
 _LAZY = {
     "Chain": "danlu.recipe.chain",
     "ChainStage": "danlu.recipe.chain",
+    "QuantizeStage": "danlu.recipe.chain",
     "Change": "danlu.recipe.diff",
     "changes": "danlu.recipe.diff",
     "load_recipe_or_chain": "danlu.recipe.chain",

@@ -2,7 +2,8 @@
 
 Its `stages` are recipes with a `name`. Keys next to `stages` are shared: each stage has them, except those that it sets
 itself. Stage NAME runs in OUTPUT/NAME. `stages.NAME` stands for the result of an earlier stage wherever a recipe names
-a model. Every stage is checked before the first one starts, and every problem is reported at once.
+a model. Every stage is checked before the first one starts, and every problem is reported at once. Stages train, but
+for those with `stage: quantize`, which are recipes of `danlu quantize`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import did_you_mean
@@ -23,6 +25,10 @@ from danlu.recipe.sections import Continue, Model, Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem
+
+if TYPE_CHECKING:
+    from danlu.recipe.quantize_recipe import LoadedQuantize
+    from danlu.recipe.sections.quantizing import QuantizeRecipe
 
 STAGES, NAME, FROM = "stages", "name", "from"
 CHAIN_KEYS = {
@@ -43,7 +49,7 @@ _MODELS = re.compile(rf"{_WHOLE_MODELS.pattern}|model\.path|teacher\.\d+\.model|
 
 @dataclass(frozen=True)
 class ChainStage:
-    """One recipe of a chain, with `output` set to the stage's own folder."""
+    """One recipe of a chain that trains, with `output` set to the stage's own folder."""
 
     name: str
     loaded: Loaded
@@ -51,11 +57,25 @@ class ChainStage:
 
 
 @dataclass(frozen=True)
+class QuantizeStage:
+    """One recipe of a chain that quantizes, with `output` set to the stage's own folder, which becomes the model's."""
+
+    name: str
+    loaded: LoadedQuantize
+    inputs: tuple[str, ...]  # as those of a `ChainStage`: the stage of the model, or none
+
+
+@dataclass(frozen=True)
 class Chain:
-    """Checked recipes in the order in which they are trained."""
+    """Checked recipes in the order of their work, one at least of which trains."""
 
     output: str
-    stages: tuple[ChainStage, ...]
+    stages: tuple[ChainStage | QuantizeStage, ...]
+
+    @property
+    def trained(self) -> tuple[ChainStage, ...]:
+        """The stages that train."""
+        return tuple(stage for stage in self.stages if isinstance(stage, ChainStage))
 
 
 def load_recipe_or_chain(path: str | Path, overrides: Sequence[str] = ()) -> Loaded | Chain:
@@ -92,7 +112,7 @@ class _Reader:
         self.whole = tree.origin
         self.overrides = list(overrides)
         self.folders: dict[str, str] = {}  # of the stages read so far, by name
-        self.recipes: dict[str, Recipe | None] = {}  # the same; None for one that is wrong
+        self.recipes: dict[str, Recipe | QuantizeRecipe | None] = {}  # the same; None for one that is wrong
         self.misfits: dict[Problem, list[str]] = {}  # problems of shared values, and the stages that have them
 
     def complain(self, key: str, message: str, origin: Origin | None) -> None:
@@ -113,7 +133,14 @@ class _Reader:
         if self.problems or output is None:
             # Without names and folders nothing can be said of what refers to them.
             return None
-        stages = [self._stage(name, entry, output, general, names) for name, entry in entries]
+        if all(_quantizes(entry) for _, entry in entries):
+            self.complain(STAGES, "none of them trains. For a model that is there use `danlu quantize`", self.whole)
+        stages: list[ChainStage | QuantizeStage | None] = [
+            self._quantize_stage(name, entry, output, general, names)
+            if _quantizes(entry)
+            else self._stage(name, entry, output, general, names)
+            for name, entry in entries
+        ]
         for problem, of in self.misfits.items():
             where = "" if len(of) == len(names) else f" (in stage {', '.join(of)})"
             self.problems.append(replace(problem, message=problem.message + where))
@@ -154,6 +181,9 @@ class _Reader:
             elif first == STAGES:
                 message = "name the stage: NAME.key=value, as in " + f"{names[0] if names else 'sft'}.steps=100"
                 self.complain(override.key, message, override.value.origin)
+            elif first not in names and self._only_quantize_has(first):
+                message = f"is a key of stage quantize alone. Name the stage: NAME.{override.key}=value"
+                self.complain(override.key, message, override.value.origin)
             elif first not in names:
                 guess = did_you_mean(first, [*names, *Recipe.model_fields])
                 message = f"neither a stage nor a key.{guess} Stages: {', '.join(names)}"
@@ -173,34 +203,119 @@ class _Reader:
     def _stage(
         self, name: str, entry: Node, output: str, general: Sequence[Override], names: Sequence[str]
     ) -> ChainStage | None:
-        """Reads one stage with the shared keys, its overrides and the results that it refers to; None where it is
-        wrong.
+        """Reads one stage that trains, with the shared keys, its overrides and the results that it refers to; None
+        where it is wrong.
         """
         problems: list[Problem] = []
-        assert isinstance(entry.value, dict), "a stage is a mapping"
-        own = Node({key: node for key, node in entry.value.items() if key not in (NAME, FROM)}, entry.origin)
         tree = deepcopy(self.shared)
         tree.origin = entry.origin
-        overriding.merge(tree, own)
+        overriding.merge(tree, _own(entry))
         assert isinstance(tree.value, dict), "a mapping laid over a mapping"
-        own_overrides = [Override(each.parts[1:], each.value) for each in self.overrides if each.parts[0] == name]
-        complete(tree, [*general, *(override for override in own_overrides if override.parts)], problems)
-        problems += [Problem("", "write NAME.key=value", each.value.origin) for each in own_overrides if not each.parts]
-        if (given := tree.child("output")) is not None:
-            message = f"a stage runs in its folder of the chain's output, here {output}/{name}. Leave it out"
-            problems.append(Problem("output", message, given.key_origin or given.origin))
-        tree.value["output"] = Node(f"{output.rstrip('/')}/{name}", self.output.origin if self.output else entry.origin)
+        complete(tree, [*general, *self._own_overrides(name, problems)], problems)
+        folder = self._put_output(tree, name, entry, output, problems)
         self._start(tree, entry, problems)
         self._refer(tree, names[len(self.folders) :], problems)
         recipe = check(tree, problems, to_come=self.folders.values())
-        read = {node.value for _, node in tree.walk() if isinstance(node.value, str)}
-        inputs = tuple(earlier for earlier, folder in self.folders.items() if folder in read)
-        self.folders[name] = f"{output.rstrip('/')}/{name}"
+        if recipe is not None and (quantized := self._quantized()):
+            from danlu.recipe.chained_quantize import problems_behind
+
+            behind = problems_behind(recipe, quantized)
+            problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in behind]
+        inputs = self._inputs(tree)
+        self.folders[name] = folder
         self.recipes[name] = recipe
         self._report(name, problems)
         if recipe is None or problems:
             return None
         return ChainStage(name, loaded(recipe, tree), inputs)
+
+    def _quantize_stage(
+        self, name: str, entry: Node, output: str, general: Sequence[Override], names: Sequence[str]
+    ) -> QuantizeStage | None:
+        """Reads one stage that quantizes; None where it is wrong."""
+        from danlu.recipe import chained_quantize, quantize_recipe
+
+        problems: list[Problem] = []
+        own_overrides = self._own_overrides(name, problems)
+        tree = chained_quantize.tree_of(self.shared, _own(entry), general, own_overrides, problems)
+        folder = self._put_output(tree, name, entry, output, problems)
+        self._start_quantizing(tree, entry, names[len(self.folders) :], problems)
+        recipe = quantize_recipe.check(tree, problems, to_come=self.folders.values())
+        inputs = self._inputs(tree)
+        self.folders[name] = folder
+        self.recipes[name] = recipe
+        self._report(name, problems)
+        if recipe is None or problems:
+            return None
+        origins = {key: node.origin for key, node in tree.walk()}
+        return QuantizeStage(name, quantize_recipe.LoadedQuantize(recipe, origins), inputs)
+
+    def _own_overrides(self, name: str, problems: list[Problem]) -> list[Override]:
+        """The overrides that are for one stage, without its name."""
+        own = [Override(each.parts[1:], each.value) for each in self.overrides if each.parts[0] == name]
+        problems += [Problem("", "write NAME.key=value", each.value.origin) for each in own if not each.parts]
+        return [override for override in own if override.parts]
+
+    def _put_output(self, tree: Node, name: str, entry: Node, output: str, problems: list[Problem]) -> str:
+        """Writes the stage's folder into its tree, and returns it."""
+        assert isinstance(tree.value, dict), "a recipe is a mapping"
+        folder = f"{output.rstrip('/')}/{name}"
+        if (given := tree.child("output")) is not None:
+            message = f"a stage runs in its folder of the chain's output, here {output}/{name}. Leave it out"
+            problems.append(Problem("output", message, given.key_origin or given.origin))
+        tree.value["output"] = Node(folder, self.output.origin if self.output else entry.origin)
+        return folder
+
+    def _inputs(self, tree: Node) -> tuple[str, ...]:
+        """The names of the stages read so far with a folder that a tree names."""
+        read = {node.value for _, node in tree.walk() if isinstance(node.value, str)}
+        return tuple(earlier for earlier, folder in self.folders.items() if folder in read)
+
+    def _quantized(self) -> dict[str, tuple[str, QuantizeRecipe]]:
+        """The stages read so far that quantize, by their folders."""
+        return {
+            self.folders[name]: (name, recipe)
+            for name, recipe in self.recipes.items()
+            if recipe is not None and not isinstance(recipe, Recipe)
+        }
+
+    def _only_quantize_has(self, key: str) -> bool:
+        """Whether a key is one of stage quantize, where the chain has such a stage."""
+        assert self.written is not None and isinstance(self.written.value, list), "the file has stages"
+        if not any(_quantizes(entry) for entry in self.written.value):
+            return False
+        from danlu.recipe.chained_quantize import is_key
+
+        return is_key(key)
+
+    def _start_quantizing(self, tree: Node, entry: Node, later: Sequence[str], problems: list[Problem]) -> None:
+        """Puts the folder of an earlier stage into `model` of a stage that quantizes: of the one that `model` or `from`
+        names, or of the stage before."""
+        from danlu.recipe.chained_quantize import start_problem
+
+        assert isinstance(tree.value, dict), "a recipe is a mapping"
+        model, explicit = tree.child("model"), entry.child(FROM)
+        if explicit is not None and model is not None:
+            message = "the model is named already. Keep one of both"
+            problems.append(Problem(FROM, message, explicit.key_origin or explicit.origin))
+            return
+        named = explicit or model
+        if named is None and not self.folders:
+            return  # the check asks for a model
+        earlier, origin = list(self.folders)[-1] if self.folders else "", entry.origin
+        if named is not None:
+            origin = named.origin
+            if not isinstance(named.value, str):
+                return
+            if explicit is None and not named.value.startswith(_PREFIX):
+                return  # a folder or a hub id
+            earlier = named.value if explicit is not None else named.value.removeprefix(_PREFIX)
+        tree.value["model"] = Node(self.folders.get(earlier, earlier), origin)
+        key = "model" if explicit is None and model is not None else FROM
+        if earlier not in self.folders:
+            problems.append(Problem(key, _no_earlier_stage(earlier, list(self.folders), later), origin))
+        elif (problem := start_problem(earlier, self.recipes[earlier])) is not None:
+            problems.append(Problem(key, problem, origin))
 
     def _start(self, tree: Node, entry: Node, problems: list[Problem]) -> None:
         """Lets a stage with a model that has no start begin with the result of `from`, or of the stage before."""
@@ -226,7 +341,7 @@ class _Reader:
         else:
             earlier = list(self.folders)[-1]
             before, stage = self.recipes[earlier], tree.child("stage")
-            if before is not None and before.stage == "reward" and (stage is None or stage.value != "reward"):
+            if isinstance(before, Recipe) and before.stage == "reward" and (stage is None or stage.value != "reward"):
                 message = f"the stage before, {earlier!r}, trains a reward model. Say which one this starts from: "
                 problems.append(Problem(FROM, f"missing: {message}'from: ...'", origin))
                 return
@@ -247,7 +362,7 @@ class _Reader:
                 continue
             node.value = self.folders[name]
             earlier = self.recipes[name]
-            if earlier is None or earlier.adapter is None:
+            if not isinstance(earlier, Recipe) or earlier.adapter is None:
                 continue
             if _WHOLE_MODELS.fullmatch(key):
                 message = f"stage {name!r} trains an adapter, and this takes a whole model. Name another stage"
@@ -268,6 +383,18 @@ class _Reader:
         if origin is None or not origin.is_override:
             return origin is not None and origin.place in self.shared_places
         return not any(each.value.origin.order == origin.order and each.parts[0] == name for each in self.overrides)
+
+
+def _own(entry: Node) -> Node:
+    """The keys of a stage without those that only a chain has."""
+    assert isinstance(entry.value, dict), "a stage is a mapping"
+    return Node({key: node for key, node in entry.value.items() if key not in (NAME, FROM)}, entry.origin)
+
+
+def _quantizes(entry: Node) -> bool:
+    """Whether a stage is a recipe of `danlu quantize`."""
+    stage = entry.child("stage")
+    return stage is not None and stage.value == "quantize"
 
 
 def _start_from_adapter(tree: Node, earlier: Recipe, path: Node) -> None:

@@ -10,7 +10,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.spelling import closest_match
 from danlu.recipe import other_tools
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
-from danlu.recipe.loading import Loaded
+from danlu.recipe.loading import LoadedSection
 from danlu.recipe.messages import describe_type, first_sentence
 from danlu.recipe.sections import Optimizer, Section, value_at
 from danlu.recipe.sections.quantizing import QuantizeRecipe
@@ -44,9 +44,9 @@ class Explanation:
     origin: str | None  # where that value was written, or "default"
 
 
-def explain(key: str, loaded: Loaded | None = None) -> Explanation:
+def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
     """Explains a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`; also one that only recipes
-    of `danlu quantize` have.
+    of `danlu quantize` have. loaded: a recipe, with the value and its origin to be shown.
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
@@ -54,8 +54,9 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     if key in CHAIN_KEYS:
         return _of_chain(key)
     plain = ".".join(part for part in key.split(".") if not part.isdecimal())
-    fields = fields_at(plain)
-    is_of_quantize = not fields and ("." in plain or _unknown(key).startswith(_NOT_KNOWN))
+    is_quantize_recipe = loaded is not None and isinstance(loaded.recipe, QuantizeRecipe)
+    fields = [] if is_quantize_recipe else fields_at(plain)
+    is_of_quantize = not fields and (is_quantize_recipe or "." in plain or _unknown(key).startswith(_NOT_KNOWN))
     if is_of_quantize:
         fields = fields_at(plain, root=QuantizeRecipe)
     if not fields:
@@ -73,7 +74,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     return Explanation(
         key=key,
         takes=describe_type(hint) if len(fields) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
-        defaults=_by_stage(key) if key in STAGE_KEYS else defaults,
+        defaults=_by_stage(key) if key in STAGE_KEYS and not is_of_quantize else defaults,
         allowed=allowed,
         about=f"{fields[0].about} (Of `danlu quantize`, stage: quantize.)" if is_of_quantize else fields[0].about,
         short=classes[0].short if classes else None,

@@ -26,7 +26,7 @@ def schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "danlu recipe",
         "if": {"required": [STAGES]},
-        "then": _chain_schema(properties, definitions),
+        "then": _chain_schema(properties, definitions, quantize_schema["properties"], is_quantize),
         "else": {"if": is_quantize, "then": quantize_schema, "else": recipe_schema},
         "$defs": {**more, **definitions},
     }
@@ -55,15 +55,21 @@ def _describe(section: type[Section], properties: dict[str, Any]) -> None:
             properties[name]["description"] = doc
 
 
-def _chain_schema(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _chain_schema(
+    properties: dict[str, Any], definitions: dict[str, Any], quantize: dict[str, Any], is_quantize: dict[str, Any]
+) -> dict[str, Any]:
     """The schema of a chain: the keys of a recipe next to its stages, and in each of them; together they make a whole
-    recipe.
+    recipe. A stage that quantizes has the keys `quantize`.
     """
     rows_elsewhere = {key: value for key, value in definitions["Data"]["anyOf"][0].items() if key != "required"}
     shared = {**properties, "data": {"anyOf": [properties["data"], rows_elsewhere]}}
     about = {key: {"type": "string", "description": CHAIN_KEYS[f"{STAGES}.{key}"]} for key in (NAME, FROM)}
-    own = {key: value for key, value in {**shared, **about}.items() if key != "output"}
-    stage = {"type": "object", "properties": own, "additionalProperties": False}
+
+    def stage_with(keys: dict[str, Any], *required: str) -> dict[str, Any]:
+        own = {key: value for key, value in {**keys, **about}.items() if key != "output"}
+        return {"type": "object", "properties": own, "required": list(required), "additionalProperties": False}
+
+    stage = {"if": is_quantize, "then": stage_with(quantize, "quantization"), "else": stage_with(shared)}
     stages = {"type": "array", "minItems": 1, "items": stage, "description": CHAIN_KEYS[STAGES]}
     return {
         "type": "object",

@@ -30,12 +30,11 @@ _BEGINS_WITH_KEY = re.compile(r"([a-z_]+(?:\.\w+)*): ")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A recipe, and where each of its values came from."""
+class LoadedSection:
+    """A recipe of any kind, and where each of its values came from."""
 
-    recipe: Recipe
+    recipe: Section
     origins: Mapping[str, Origin]  # by dotted key, of what was written and of what the stage decides
-    notes: tuple[str, ...]  # warnings for the console
 
     def origin(self, key: str) -> str:
         """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)`, `default of stage sft, ...` or
@@ -73,6 +72,14 @@ class Loaded:
         return f"{self.origins[key].place} {line}" if key else line
 
 
+@dataclass(frozen=True)
+class Loaded(LoadedSection):
+    """A recipe that trains, with its origins."""
+
+    recipe: Recipe
+    notes: tuple[str, ...]  # warnings for the console
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Reads and checks a recipe. Paths in it are relative to the working directory, like those of the command line.
 
@@ -90,7 +97,7 @@ def load_tree(tree: Node | None, path: str | Path, overrides: Sequence[str], pro
     return loaded(recipe, tree)
 
 
-def _is_key(recipe: Recipe, key: str) -> bool:
+def _is_key(recipe: Section, key: str) -> bool:
     """Whether a recipe has a value at a dotted key."""
     value: Any = recipe
     for part in key.split("."):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from danlu.core.errors import RecipeError
-from danlu.recipe.loading import in_order, read_text
-from danlu.recipe.overrides import parse_overrides, put
+from danlu.recipe.loading import LoadedSection, in_order, read_text
+from danlu.recipe.overrides import Override, parse_overrides, put
+from danlu.recipe.rules.paths import file_of, invalid_path, missing_paths
 from danlu.recipe.sections.quantizing import FIXED_FORMATS, QuantizeRecipe, SmoothQuant
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate_section
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Problem
+
+
+@dataclass(frozen=True)
+class LoadedQuantize(LoadedSection):
+    """A recipe that quantizes, with the origins of its values."""
+
+    recipe: QuantizeRecipe
 
 
 def load_quantize_recipe(path: Path, overrides: Sequence[str] = ()) -> QuantizeRecipe:
@@ -23,29 +31,62 @@ def load_quantize_recipe(path: Path, overrides: Sequence[str] = ()) -> QuantizeR
     """
     problems: list[Problem] = []
     tree = parse(read_text(path), str(path), problems)
-    recipe = None if tree is None else _check(tree, overrides, problems)
+    recipe = None
+    if tree is not None and _is_quantize(tree, problems):
+        complete(tree, parse_overrides(overrides, problems), problems)
+        recipe = check(tree, problems)
     if recipe is None or problems:
         raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
     return recipe
 
 
-def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> QuantizeRecipe | None:
+def _is_quantize(tree: Node, problems: list[Problem]) -> bool:
+    """Whether a file is a recipe of this kind; if it is another one, that is added to `problems`."""
     if not isinstance(tree.value, dict):
         problems.append(Problem("", "a recipe is a mapping of keys such as 'stage: quantize'", tree.origin))
-        return None
-    stage = tree.child("stage")
-    if stage is not None and stage.value != "quantize":
+        return False
+    stage, stages = tree.child("stage"), tree.child("stages")
+    if stages is not None:
+        message = "this is a chain of recipes, which `danlu train` takes. Name a recipe with stage: quantize here"
+        problems.append(Problem("stages", message, stages.key_origin or stages.origin))
+    elif stage is not None and stage.value != "quantize":
         message = f"`danlu quantize` takes recipes with stage: quantize, this is {stage.value}. Use `danlu train`"
         problems.append(Problem("stage", message, stage.origin))
-        return None
+    else:
+        return True
+    return False
+
+
+def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
+    """Brings a mapping to its full form with the overrides in it, in place."""
     tree.value = expand(tree, QuantizeRecipe).value
-    put(tree, parse_overrides(overrides, problems), problems, QuantizeRecipe)
+    put(tree, overrides, problems, QuantizeRecipe)
     tree.value = expand(tree, QuantizeRecipe).value
+
+
+def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> QuantizeRecipe | None:
+    """The recipe of a tree in full form, or None; everything that is wrong is added to `problems`.
+
+    to_come: paths that need not be there yet, because earlier stages of a chain will write them.
+    """
     recipe, wrong = validate_section(tree, QuantizeRecipe)
     problems += wrong
     if recipe is not None:
-        problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in _conflicts(recipe)]
+        conflicts = [*_conflicts(recipe), *_path_problems(recipe, to_come)]
+        problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in conflicts]
     return recipe
+
+
+def _path_problems(recipe: QuantizeRecipe, to_come: Collection[str]) -> Iterator[Problem]:
+    """Yields paths that no file system takes, and those that are not there."""
+    paths = {"model": recipe.model}
+    if recipe.calibration is not None:
+        sources = enumerate(recipe.calibration.data)
+        paths |= {f"calibration.data.{index}.path": file_of(source) for index, source in sources}
+    for key, path in {**paths, "output": recipe.output}.items():
+        if (reason := invalid_path(path)) is not None:
+            yield Problem(key, reason)
+    yield from missing_paths({key: path for key, path in paths.items() if path not in to_come})
 
 
 def _conflicts(recipe: QuantizeRecipe) -> Iterator[Problem]:

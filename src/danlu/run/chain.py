@@ -1,8 +1,8 @@
-"""Trains the stages of a chain one after the other: finished ones are skipped, and one that was stopped goes on.
+"""Works through the stages of a chain one after the other: finished ones are skipped, and one that was stopped goes on.
 
-A stage is an ordinary run in a folder of its own, so this file has only the order, and `chain.json` in the chain's
-folder: the hash of each result that a stage was begun with. It shows whether a stage's start has been trained again
-since.
+A stage is an ordinary run in a folder of its own, or a folder that `danlu quantize` writes. So this file has only the
+order, and `chain.json` in the chain's folder: the hash of each result that a stage was begun with. It shows whether a
+stage's start has been trained again since.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -23,11 +23,14 @@ from danlu.core.run_files import CHAIN, CHECKPOINTS, METRICS
 from danlu.core.safetensors_format import read_header
 from danlu.core.small_files import parse_json, read_small_text
 from danlu.models.hf_folder import tensors_fingerprint
-from danlu.recipe import Chain, ChainStage, Recipe
+from danlu.recipe import Chain, ChainStage, QuantizeStage
 from danlu.run.train import Log, Outcome, train
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.metrics import read_metrics
 from danlu.training.run_folder import result_names
+
+if TYPE_CHECKING:
+    from danlu.run.chained_quantize import QuantizeOutcome
 
 SHOWN_METRICS = {"classify": "accuracy", "preference": "accuracy", "reward": "accuracy", "rl": "reward"}
 """The metric of the summary by stage; the loss for others."""
@@ -37,12 +40,16 @@ SHOWN_METRICS = {"classify": "accuracy", "preference": "accuracy", "reward": "ac
 class StageOutcome:
     """The end of a stage of a chain."""
 
-    stage: ChainStage
-    outcome: Outcome | None  # None where a dry run cannot try it, because what it starts from is not trained yet
+    stage: ChainStage | QuantizeStage
+    outcome: Outcome | QuantizeOutcome | None
+    """None where a dry run cannot try it, because what it starts from is not there yet."""
 
     @property
     def metric(self) -> str:
-        """The metric of its last evaluation, or of its last step where nothing is evaluated: `eval_loss 2.0312`."""
+        """The metric of its last evaluation, or of its last step where nothing is evaluated: `eval_loss 2.0312`; of a
+        stage that quantizes its method."""
+        if isinstance(self.stage, QuantizeStage):
+            return self.stage.loaded.recipe.described
         lines = read_metrics(self.folder / METRICS) if (self.folder / METRICS).is_file() else []
         metric = SHOWN_METRICS.get(self.stage.loaded.recipe.stage, "loss")
         for name in (f"eval_{metric}", metric, "eval_loss", "loss"):
@@ -65,8 +72,8 @@ class ChainOutcome:
     exit_code: int  # 0, or 128 + the number of the signal that stopped it
 
 
-def run_folder(stage: ChainStage) -> Path:
-    """The folder that a stage runs in."""
+def run_folder(stage: ChainStage | QuantizeStage) -> Path:
+    """The folder that a stage writes."""
     return Path(stage.loaded.recipe.output).expanduser()
 
 
@@ -80,14 +87,14 @@ def train_chain(
     leads: bool = True,
     ended: Callable[[StageOutcome], None] = lambda ended: None,
 ) -> ChainOutcome:
-    """Trains each stage in its folder, going on where an earlier run of the chain stopped.
+    """Trains, or quantizes, each stage in its folder, going on where an earlier run of the chain stopped.
 
     resume: auto, or never (refuse folders that hold a run).   stream: as in `run.train`.
     dry_run: try each stage up to its first step, where its start is there; nothing is kept.
     leads: whether this is the first process of the run, which reports the progress and writes chain.json.
     ended: is called after each stage.
     Raises CheckpointError where a stage was begun with another result of an earlier one than is there now, and the
-    errors of `run.train`.
+    errors of `run.train` and `run.quantize`.
     """
     folder = Path(chain.output).expanduser()
     outcomes: list[StageOutcome] = []
@@ -95,12 +102,23 @@ def train_chain(
         if leads:
             log(f"stage {number} of {len(chain.stages)}: {stage.name} in {run_folder(stage)}")
         earlier = {each.name: each for each in chain.stages[: number - 1]}
-        inputs = {name: _result_hash(earlier[name].loaded.recipe) for name in stage.inputs}
-        outcome = None
+        inputs = {name: _result_hash(earlier[name]) for name in stage.inputs}
+        outcome: Outcome | QuantizeOutcome | None = None
         if not dry_run or None not in inputs.values():
-            _check_inputs(folder, stage, inputs, keep=not dry_run and leads)
             with stage.loaded.naming_places():
-                outcome = train(stage.loaded, resume=resume, log=log, stream=stream, dry_run=dry_run)
+                if isinstance(stage, QuantizeStage):
+                    from danlu.run import chained_quantize
+
+                    settings = chained_quantize.settings_of(stage)
+                    begun = chained_quantize.has_begun(stage)
+                    _check_inputs(folder, stage, inputs, begun, keep=not dry_run and leads, settings=settings)
+                    outcome = chained_quantize.quantize_stage(
+                        stage, resume=resume, log=log, stream=stream, dry_run=dry_run, leads=leads
+                    )
+                else:
+                    begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
+                    _check_inputs(folder, stage, inputs, begun, keep=not dry_run and leads)
+                    outcome = train(stage.loaded, resume=resume, log=log, stream=stream, dry_run=dry_run)
         outcomes.append(StageOutcome(stage, outcome))
         ended(outcomes[-1])
         if outcome is not None and outcome.exit_code:
@@ -111,9 +129,11 @@ def train_chain(
     return ChainOutcome(tuple(outcomes), 0)
 
 
-def _result_hash(recipe: Recipe) -> str | None:
+def _result_hash(stage: ChainStage | QuantizeStage) -> str | None:
     """The hash of a stage's result, by samples of each tensor; None where it is not there."""
-    folder = Path(recipe.output).expanduser() / result_names(recipe)[0]
+    folder = run_folder(stage)
+    if isinstance(stage, ChainStage):
+        folder /= result_names(stage.loaded.recipe)[0]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
@@ -123,28 +143,46 @@ def _result_hash(recipe: Recipe) -> str | None:
     return digest.hexdigest()
 
 
-def _check_inputs(folder: Path, stage: ChainStage, inputs: dict[str, str | None], *, keep: bool) -> None:
+def _check_inputs(
+    folder: Path,
+    stage: ChainStage | QuantizeStage,
+    inputs: dict[str, str | None],
+    begun: bool,
+    *,
+    keep: bool,
+    settings: dict[str, Any] | None = None,
+) -> None:
     """Raises CheckpointError if a stage that goes on was begun with other results than `inputs`.
 
-    keep: write down the inputs of a stage that begins.
+    keep: write down the inputs of a stage that begins. settings: of a stage with a folder that has no recipe, to be
+    written down and compared too.
     """
     file = folder / CHAIN
     known = parse_json(read_small_text(file)) if file.is_file() else {}
-    begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
+    of_settings = f"{stage.name}.recipe"  # no stage's name has a dot
     if begun and stage.name in known:
-        changed = [name for name, result in inputs.items() if known[stage.name].get(name) != result]
+        changed = [f"another result of {name}" for name, each in inputs.items() if known[stage.name].get(name) != each]
+        if settings is not None:
+            changed += _changed_settings(known.get(of_settings, {}), settings)
         if changed:
+            again = "train" if settings is None else "quantize"
             raise CheckpointError(
-                f"{run_folder(stage)}: this stage was begun with another result of {', '.join(changed)} than is there "
-                "now. Delete its folder to train it again, or choose another `output`."
+                f"{run_folder(stage)}: this stage was begun with {', '.join(changed)} than is there now. Delete its "
+                f"folder to {again} it again, or choose another `output`."
             )
-    if not keep or known.get(stage.name) == inputs:
+    written = {**known, stage.name: inputs} | ({} if settings is None else {of_settings: settings})
+    if not keep or known == written:
         return
-    text = json.dumps({**known, stage.name: inputs}, indent=2)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, f"{text}\n".encode())
+        write_atomically(file, f"{json.dumps(written, indent=2)}\n".encode())
     except OSError as error:
         raise ResourceError(
             f"{file}: cannot be written: {error.strerror}. Free some space, or choose another `output`."
         ) from error
+
+
+def _changed_settings(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """The keys with other values than a stage was begun with."""
+    keys = sorted(key for key in {*there, *here} if there.get(key) != here.get(key))
+    return [f"another {key} ({json.dumps(there.get(key))})" for key in keys]

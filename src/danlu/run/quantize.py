@@ -66,17 +66,26 @@ class Quantized:
     """Messages on parts that are not quantized as the method has it, and on rows that were left out."""
 
 
-def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int, int], None]) -> Quantized:
+def work_folder(recipe: QuantizeRecipe) -> Path:
+    """The folder next to the output that has the finished layers until the output is whole."""
+    target = Path(recipe.output).expanduser()
+    return target.with_name(f".{target.name}.quantizing")
+
+
+def quantize(
+    recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int, int], None], dry_run: bool = False
+) -> Quantized:
     """Quantizes a model as a recipe says, and writes it into `recipe.output`.
 
     The work is kept in a folder next to the output until that is whole: the same command goes on where a killed one
     stopped. stream: where the reading of rows is shown; progress: called with the layers that are done, and all.
+    dry_run: do all up to the first layer, and write nothing; no parameter of the outcome is quantized then.
 
     Raises ModelError for a model that is quantized already, that classifies, or has weights that are not finite,
     RecipeError for groups that do not divide its inputs, DataError for rows that cannot be used, and ResourceError
     where `recipe.output` holds anything, or a device is not there.
     """
-    target = Path(recipe.output)
+    target = Path(recipe.output).expanduser()
     refuse_existing(target)
     refuse_float_zeros(recipe)
     folder = find_model(recipe.model) if recipe.needs_calibration else resolve_folder(recipe.model)
@@ -96,7 +105,10 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
         packs, notes = calibration_packs(recipe, recipe.calibration, folder, config, stream)
         calibration = Calibration.of(config, folder, packs, dtype=DTYPES[recipe.precision], device=device)
     notes += trained_otherwise(recipe, method)
-    work = target.with_name(f".{target.name}.quantizing")
+    tokens = 0 if calibration is None else calibration.tokens
+    if dry_run:
+        return Quantized(folder, 0, config.parameter_count(), 0.0, tokens, 0, tuple(notes))
+    work = work_folder(recipe)
     layers = LayerwiseQuantizer(config, folder, method, calibration, work, dtype=dtype, device=device)
     resumed = layers.run(progress)
     written = _Written(folder, config, layers)
@@ -110,7 +122,7 @@ def quantize(recipe: QuantizeRecipe, stream: TextIO, *, progress: Callable[[int,
         written.quantized,
         config.parameter_count(),
         written.bits / max(1, written.quantized),
-        0 if calibration is None else calibration.tokens,
+        tokens,
         resumed,
         (*notes, *written.notes),
     )

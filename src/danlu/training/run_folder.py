@@ -140,9 +140,10 @@ def move_aside(folder: Path, log: Callable[[str], None]) -> None:
     if not folder.is_dir():
         return
     runs = [folder, *_runs_of_chain(folder)]
-    if not any(list_checkpoints(run / CHECKPOINTS) or _results(run) for run in runs):
+    is_begun = any(list_checkpoints(run / CHECKPOINTS) or _results(run) for run in runs)
+    if not is_begun and not _quantized_by_chain(folder):
         return
-    if len(runs) == 1 and not (folder / RECIPE).is_file():
+    if len(runs) == 1 and not ((folder / RECIPE).is_file() or (folder / CHAIN).is_file()):
         raise ResourceError(f"{folder}: no run of danlu has written this folder, so --overwrite does not move it")
     for run in runs:
         with RunLock(run):  # let go again at once: only a run that is going on should hinder this
@@ -160,6 +161,11 @@ def _runs_of_chain(folder: Path) -> list[Path]:
     if not (folder / CHAIN).is_file():
         return []
     return sorted(path.parent for path in folder.glob(f"*/{RECIPE}"))
+
+
+def _quantized_by_chain(folder: Path) -> bool:
+    """Whether a stage of a chain has written a quantized model; False where the folder is no chain's."""
+    return (folder / CHAIN).is_file() and any(folder.glob("*/config.json"))
 
 
 def _results(run: Path) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -56,12 +57,23 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     local_only |= {key for key in ("model.path", "model.tokenizer") if paths.get(key) in SHIPPED_NAMES}
     if recipe.stage == "classify":
         local_only |= {key for key, _ in sources_of(recipe.data)}
-    local = {key: path for key, path in paths.items() if path and (key in local_only or is_local(path))}
     return [
-        Problem(key, _not_there(_absolute(path), path) + (_template_hint(path) if key == "model.chat_template" else ""))
-        for key, path in local.items()
-        if invalid_path(path) is None and not _exists(_absolute(path))
+        replace(each, message=each.message + _template_hint(str(template)))
+        if each.key == "model.chat_template"
+        else each
+        for each in missing_paths(paths, local_only)
     ]
+
+
+def missing_paths(paths: Mapping[str, str], local_only: Collection[str] = ()) -> Iterator[Problem]:
+    """Yields a problem for each path that is not there, by key, but for those that may be hub ids.
+
+    local_only: keys of paths that are no hub ids, whatever they look like.
+    """
+    for key, path in paths.items():
+        is_file = bool(path) and (key in local_only or is_local(path))
+        if is_file and invalid_path(path) is None and not _exists(_absolute(path)):
+            yield Problem(key, _not_there(_absolute(path), path))
 
 
 def _template_hint(name: str) -> str:

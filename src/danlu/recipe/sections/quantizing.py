@@ -129,6 +129,12 @@ class QuantizeRecipe(Section):
         return last
 
     @property
+    def described(self) -> str:
+        """The methods and the numbers, such as `smoothquant, gptq: int4`."""
+        numbers = self.export if self.export in FIXED_FORMATS else f"int{self.rounding.bits}"
+        return f"{', '.join(step.kind for step in self.quantization)}: {numbers}"
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether a method looks at rows."""
         return not all(isinstance(step, NearestRounding) for step in self.quantization)
