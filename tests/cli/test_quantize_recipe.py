@@ -16,6 +16,7 @@ from builders.tiny_world import World, danlu, tokenise_here
 from safetensors.torch import load_file
 
 from danlu.assembly.frozen_base import load_frozen
+from danlu.core.errors import RecipeError
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.format import Format, encode
@@ -177,11 +178,17 @@ def test_a_broken_row_of_calibration(tiny_world: World, tmp_path: Path, capsys: 
     assert danlu("quantize", file, "calibration.on_bad_row=skip") == 0
 
 
-def test_the_documented_recipe_is_one(tmp_path: Path) -> None:
+def test_the_documented_recipe_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (TOP / "docs" / "quantization.md").read_text(encoding="utf-8")
     block = re.search(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
     assert block is not None and "stage: quantize" in block[0]
     (tmp_path / "quantize.yaml").write_text(textwrap.dedent(block[0]))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"quantize.yaml:3:\d+ calibration.data.0.path: no file or folder 'alpaca.json'"
+    ):
+        load_quantize_recipe(tmp_path / "quantize.yaml")
+    (tmp_path / "alpaca.json").touch()
     recipe = load_quantize_recipe(tmp_path / "quantize.yaml")
     assert recipe.export == "compressed-tensors"
     assert [step.kind for step in recipe.quantization] == ["smoothquant", "gptq"]

@@ -156,7 +156,7 @@ def test_other_processes_wait_for_the_folder_of_the_first(
     monkeypatch.setattr(chained_quantize, "quantize", lambda *arguments, **options: 1 / 0)  # not by this process
 
     def run(*, dry_run: bool) -> None:
-        chained_quantize.quantize_stage(stage, resume="auto", log=print, stream=None, dry_run=dry_run, leads=False)
+        chained_quantize.quantize_stage(stage, resume="auto", stream=None, dry_run=dry_run, leads=False)
 
     run(dry_run=True)
     assert not looks

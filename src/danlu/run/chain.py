@@ -105,20 +105,14 @@ def train_chain(
         inputs = {name: _result_hash(earlier[name]) for name in stage.inputs}
         outcome: Outcome | QuantizeOutcome | None = None
         if not dry_run or None not in inputs.values():
+            _check_inputs(folder, stage, inputs, keep=not dry_run and leads)
             with stage.loaded.naming_places():
-                if isinstance(stage, QuantizeStage):
-                    from danlu.run import chained_quantize
-
-                    settings = chained_quantize.settings_of(stage)
-                    begun = chained_quantize.has_begun(stage)
-                    _check_inputs(folder, stage, inputs, begun, keep=not dry_run and leads, settings=settings)
-                    outcome = chained_quantize.quantize_stage(
-                        stage, resume=resume, log=log, stream=stream, dry_run=dry_run, leads=leads
-                    )
-                else:
-                    begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
-                    _check_inputs(folder, stage, inputs, begun, keep=not dry_run and leads)
+                if isinstance(stage, ChainStage):
                     outcome = train(stage.loaded, resume=resume, log=log, stream=stream, dry_run=dry_run)
+                else:
+                    from danlu.run.chained_quantize import quantize_stage
+
+                    outcome = quantize_stage(stage, resume=resume, stream=stream, dry_run=dry_run, leads=leads)
         outcomes.append(StageOutcome(stage, outcome))
         ended(outcomes[-1])
         if outcome is not None and outcome.exit_code:
@@ -144,19 +138,20 @@ def _result_hash(stage: ChainStage | QuantizeStage) -> str | None:
 
 
 def _check_inputs(
-    folder: Path,
-    stage: ChainStage | QuantizeStage,
-    inputs: dict[str, str | None],
-    begun: bool,
-    *,
-    keep: bool,
-    settings: dict[str, Any] | None = None,
+    folder: Path, stage: ChainStage | QuantizeStage, inputs: dict[str, str | None], *, keep: bool
 ) -> None:
-    """Raises CheckpointError if a stage that goes on was begun with other results than `inputs`.
+    """Raises CheckpointError if a stage that goes on was begun with other results than `inputs`, or one that quantizes
+    with another recipe, which its folder does not have.
 
-    keep: write down the inputs of a stage that begins. settings: of a stage with a folder that has no recipe, to be
-    written down and compared too.
+    keep: write down the inputs of a stage that begins.
     """
+    settings: dict[str, Any] | None = None
+    if isinstance(stage, ChainStage):
+        begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
+    else:
+        from danlu.run import chained_quantize
+
+        begun, settings = chained_quantize.has_begun(stage), chained_quantize.settings_of(stage)
     file = folder / CHAIN
     known = parse_json(read_small_text(file)) if file.is_file() else {}
     of_settings = f"{stage.name}.recipe"  # no stage's name has a dot

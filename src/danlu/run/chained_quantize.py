@@ -15,7 +15,6 @@ import torch
 from danlu.models.hf_folder import CONFIG
 from danlu.recipe import QuantizeStage
 from danlu.run.quantize import Quantized, quantize, work_folder
-from danlu.run.train import Log
 from danlu.training.progress import RowProgress
 
 _WITHOUT_EFFECT = ("output", "threads", "device")
@@ -55,7 +54,7 @@ def has_begun(stage: QuantizeStage) -> bool:
 
 
 def quantize_stage(
-    stage: QuantizeStage, *, resume: str, log: Log, stream: TextIO | None, dry_run: bool, leads: bool
+    stage: QuantizeStage, *, resume: str, stream: TextIO | None, dry_run: bool, leads: bool
 ) -> QuantizeOutcome:
     """Quantizes as a stage says, and returns at once where that was done before.
 
