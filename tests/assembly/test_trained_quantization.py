@@ -15,11 +15,9 @@ from torch import Tensor
 from danlu.assembly import trained_quantization
 from danlu.assembly.trained_quantization import (
     RoundedWeights,
-    check_trained_quantization,
     set_trained_quantization,
     trained_format,
 )
-from danlu.core.errors import RecipeError
 from danlu.core.layer_types import LowRankSum
 from danlu.core.weight_gradients import DeferredWeightGradients
 from danlu.models.attend import PackedAttention
@@ -29,9 +27,8 @@ from danlu.models.packed_weights import PackedWeights
 from danlu.models.saving import save
 from danlu.numerics.format import Format, encode
 from danlu.optim.build import build as build_optimizer
-from danlu.planning.rounded_weights import code_bytes
+from danlu.planning.rounded_weights import code_bytes, rounded_linears, trained_block
 from danlu.recipe import sections
-from danlu.recipe.sections import Recipe
 from danlu.recipe.sections.quantizing import QuantizeRecipe
 from danlu.run.quantize import quantize
 from danlu.training.loop import take_step
@@ -313,27 +310,9 @@ def test_bytes_of_codes_are_those_of_the_plan(section: Any) -> None:
         assert rounded.encoded.stored_bytes == code_bytes(section, shape)
 
 
-def recipe_of(section: Any, **changes: Any) -> Recipe:
-    values = {"stage": "sft", "model": {"path": "base"}, "data": {"train": [{"path": "rows.jsonl"}]}, "output": "run"}
-    return Recipe.model_validate({**values, "quantization": section.model_dump(), **changes})
-
-
-def test_blocks_fit_layers_whole_and_cut() -> None:
-    config = small_decoder(None, None, 1).config  # inputs of 128 and 384
-    check_trained_quantization(recipe_of(INT3), config)
-    check_trained_quantization(recipe_of(INT3, parallel={"tensor": 4}), config)
-    with pytest.raises(
-        RecipeError, match=r"quantization.group: 48 does not divide the 128 inputs of .*q_proj. Use 128"
-    ):
-        check_trained_quantization(recipe_of(replace_group(48)), config)
-    with pytest.raises(RecipeError, match=r"parallel.tensor: 4 ranks would have parts of the blocks of 1 x 64 weights"):
-        check_trained_quantization(recipe_of(replace_group(64), parallel={"tensor": 4}), config)
-    experts = small_decoder(None, "experts", 1).config
-    adapter = {"kind": "lora", "targets": ["experts"]}
-    with pytest.raises(RecipeError, match=r"adapter.targets: .*experts.* are the matrices of experts"):
-        check_trained_quantization(recipe_of(INT3, adapter=adapter), experts)
-    check_trained_quantization(recipe_of(INT3, adapter={"kind": "lora"}), experts)
-
-
-def replace_group(group: int) -> Any:
-    return INT3.model_copy(update={"group": group})
+@each_section
+def test_blocks_and_layers_are_those_of_the_plan(section: Any) -> None:
+    assert trained_block(section) == trained_format(section).block
+    for feed in (None, "experts"):
+        rounded = {f"{name}.weight" for name in weights_of(rounded_decoder(section, feed=feed))}
+        assert rounded == rounded_linears(small_decoder(None, feed, 1).config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from danlu.parallel.layout import Layout
 from danlu.planning.choice import Choice, Space
 from danlu.planning.cluster import Cluster
 from danlu.planning.plan_cache import PlanCache, _reduce_buffer
-from danlu.planning.search import Candidate, evaluate, planner_of, search
+from danlu.planning.search import Candidate, evaluate, planner_of, refusals, search
 from danlu.planning.search_bounds import Bounds
 from danlu.planning.stage_kinds import StageKinds
 from danlu.planning.target import Target
 from danlu.planning.thin_workload import ThinWorkloads
-from danlu.planning.workload import Workload
+from danlu.planning.workload import OtherModel, Workload
 from danlu.recipe import load
 from danlu.recipe.sections import Parallel
 from danlu.run.read_workload import read_workload
@@ -44,8 +45,10 @@ SPACE = replace(
 )
 
 
-def workload_of(world: World, folder: Path, config: dict[str, Any], precision: str = "bf16") -> Workload:
-    changes = {"batch": {"sequences": 64}, "data": {"max_length": 1024}, "model": {"config": config}}
+def workload_of(
+    world: World, folder: Path, config: dict[str, Any], precision: str = "bf16", **changes: Any
+) -> Workload:
+    changes |= {"batch": {"sequences": 64}, "data": {"max_length": 1024}, "model": {"config": config}}
     recipe = load(world.recipe(folder / "run", precision=precision, **changes)).recipe
     return read_workload(recipe, read_config_values(config), judges=False)
 
@@ -162,6 +165,46 @@ def test_products_in_8_bits_have_no_more_tensor_ranks_than_key_heads(tiny_world:
         workload = workload_of(tiny_world, tmp_path / precision, DENSE, precision)
         space = Space.of(workload, target_of("4xH100-80G", 1 << 40))
         assert {cut.tensor for cut in space.cuts(workload, 4)} == degrees, "two key heads"
+
+
+def without_rules(*_: Any) -> Iterator[str]:
+    """Stands in for the rules by which a run refuses a layout."""
+    return iter(())
+
+
+@pytest.mark.parametrize("kind", ["rounded weights", "a teacher", "offloaded parameters", "galore"])
+def test_what_a_run_refuses_is_not_proposed(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Control: without the rules the search proposes what they refuse."""
+    changes: dict[str, dict[str, Any]] = {
+        "rounded weights": {"quantization": {"kind": "int4", "group": 256, "trained": True}},
+        "a teacher": {},
+        "offloaded parameters": {"memory": {"offload": ["parameters"]}},
+        "galore": {"optimizer": {"kind": "galore"}},
+    }
+    workload, target = workload_of(tiny_world, tmp_path, DENSE, **changes[kind]), target_of("8xH100-80G", 1 << 34)
+    if kind == "a teacher":  # with another number of rows, and fewer layers than stages
+        config = read_config_values({**DENSE, "num_hidden_layers": 3, "vocab_size": 6000})
+        workload = replace(workload, others=(OtherModel("teacher.0.model", "teacher", config),))
+    space = replace(SPACE, tensor=(1, 4), sequence=(True,), stages=(1, 4), schedules=(("1f1b", None),), replicates=(1,))
+
+    def refused(candidates: list[Candidate]) -> list[bool]:
+        own = (replace(workload, recipe=each.choice.recipe(workload.recipe)) for each in candidates)
+        return [bool(refusals(each, target)) for each in own]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("danlu.planning.choice.models_problems", without_rules)
+        patch.setattr("danlu.planning.search.layout_problems", without_rules)
+        proposed = search(workload, space, target, top=1000)
+    if kind == "galore":
+        with pytest.raises(RecipeError, match=r"can train it\n(.*\n)*optimizer.kind: galore projects"):
+            search(workload, space, target)
+    else:
+        allowed = search(workload, space, target, top=1000)
+        assert not any(refused(allowed))
+        assert allowed == [each for each, is_refused in zip(proposed, refused(proposed), strict=True) if not is_refused]
+    assert any(refused(proposed))
 
 
 def test_nothing_that_fits_and_no_speeds_are_said(tiny_world: World, tmp_path: Path) -> None:

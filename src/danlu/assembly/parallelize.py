@@ -32,6 +32,7 @@ from danlu.numerics.dtypes import DTYPES
 from danlu.parallel import data, tensor
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import ExpertDistributor, expert_names
+from danlu.parallel.layout import placing_problems
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
@@ -219,29 +220,14 @@ def shards_on_host(section: Memory, device: torch.device) -> bool:
     return "parameters" in section.offload and device.type != "cpu"
 
 
-def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
-    """Raises RecipeError for settings with which no model can be placed, before one is loaded."""
-    section = recipe.parallel
-    if recipe.optimizer.kind == "galore" and not ranks.alone:
-        raise RecipeError(
-            "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
-            "theirs. Use adamw or adamw8bit, or one process"
-        )
-    is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
-    if shards_on_host(recipe.memory, device) and not is_sharded:
-        raise RecipeError(
-            "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
-            "two processes or more. On one GPU offload optimizer and activations"
-        )
-
-
 def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
     """Places a subject on the processes, in place; each line does nothing along an axis with one process.
 
     resumed: weights will be read from a checkpoint, so a model on the meta device gets no values here.
-    Raises RecipeError as `check_placing`, and for a model that cannot be cut.
+    Raises RecipeError for `parallel.layout.placing_problems`, and for a model that cannot be cut.
     """
-    check_placing(recipe, ranks, device)
+    if wrong := [*placing_problems(recipe, ranks.layout, device.type)]:
+        raise RecipeError(wrong)
     model, adapters, section = subject.model, subject.adapters, recipe.parallel
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
@@ -328,7 +314,7 @@ def _set_products(recipe: Recipe, placer: LayerPlacer) -> None:
         from danlu.assembly.arithmetic import set_arithmetic
         from danlu.parallel.fp8_cuts import fp8_problems
 
-        # Of models of other roles, too, which their stage has not checked before it read them.
+        # Of models that no stage has checked before it read them, too: those that other tools place.
         if wrong := [*fp8_problems(recipe.fp8, placer.model.config, recipe.parallel.tensor)]:
             raise RecipeError(wrong)
         cutter = placer.cutter

@@ -23,17 +23,14 @@ from torch import Tensor
 
 from danlu.assembly.frozen_base import format_of
 from danlu.assembly.layerwise_quantizing import quantized_sites
-from danlu.core.errors import RecipeError
 from danlu.core.layer_types import LowRankSum
-from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.grouped_mm import grouped_mm, grouped_weight_gradient
 from danlu.models.modules import GroupedLinear, Linear
-from danlu.models.sites import sites_of
 from danlu.numerics.format import FP8_BLOCKS, Format, encode
 from danlu.numerics.quantized_weight import StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
-from danlu.recipe import Recipe, sections
+from danlu.recipe import sections
 
 
 def trained_format(section: Any) -> Format:
@@ -230,59 +227,3 @@ def set_trained_quantization(model: Decoder, section: Any, *, keeps: bool) -> No
 def kept_code_bytes(model: Decoder) -> int:
     """Bytes of the codes that a model's layers keep of their weights between updates."""
     return model.rounding.encoded.stored_bytes if isinstance(model.rounding, RoundedWeights) else 0
-
-
-def check_trained_quantization(recipe: Recipe, config: ModelConfig) -> None:
-    """Raises RecipeError where blocks do not fit the linear layers of a model, whole or as tensor ranks have them.
-
-    Blocks that do not divide a layer's inputs have no form in a folder. A block on two tensor ranks would have two
-    scales.
-    """
-    section = recipe.trained_quantization
-    if section is None:
-        return
-    _check_adapted_experts(recipe, config)
-    form, degree = trained_format(section), recipe.parallel.tensor
-    rows, columns = form.block
-    for name, (outputs, inputs) in _shapes(config):
-        if inputs % columns and form != FP8_BLOCKS:
-            raise RecipeError(
-                f"quantization.group: {columns} does not divide the {inputs} inputs of {name}. {_dividing(config, 1)}"
-            )
-        # Which side is cut is the layer's own matter: both have to be whole blocks.
-        if degree > 1 and (inputs % (columns * degree) or outputs % (rows * degree)):
-            raise RecipeError(
-                f"parallel.tensor: {degree} ranks would have parts of the blocks of {rows} x {columns} weights of "
-                f"{name} [{outputs}, {inputs}], and scales of their own for them. {_dividing(config, degree)}, or "
-                "fewer ranks"
-            )
-
-
-def _check_adapted_experts(recipe: Recipe, config: ModelConfig) -> None:
-    """Raises RecipeError for an adapter on stacked experts, which is not added up with them."""
-    if recipe.adapter is None:
-        return
-    from danlu.adapters.targets import choose
-
-    experts = [site.name for site in choose(sites_of(config), recipe.adapter) if site.experts is not None]
-    if experts:
-        raise RecipeError(
-            f"adapter.targets: {experts[0]} are the matrices of experts, and an adapter on these is not added to them "
-            "before they are rounded (quantization.trained). Leave experts out, or train without an adapter"
-        )
-
-
-def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and shapes of the layers that are rounded."""
-    shapes = {site.name: site.shape for site in sites_of(config)}
-    for number in range(len(config.layers)):
-        for site in quantized_sites(config, number, experts=True):
-            name = f"layers.{number}.{site}"
-            yield name, shapes[name]
-
-
-def _dividing(config: ModelConfig, degree: int) -> str:
-    """The advice on groups that divide the inputs of all layers, as `degree` ranks have them."""
-    sizes = [inputs for _, (_, inputs) in _shapes(config)]
-    dividing = [each for each in (256, 128, 64, 32, 16, 8, 4) if all(size % (each * degree) == 0 for size in sizes)]
-    return f"Use {', '.join(map(str, dividing))}" if dividing else "No group of 4 or more divides all of them"

@@ -14,7 +14,7 @@ from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts, Mixer
 from danlu.models.mixer_spec import Delta, Latent
-from danlu.recipe.sections import Parallel
+from danlu.recipe.sections import Parallel, Recipe
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the mesh, outermost first. Experts are distributed among data and context ranks, and have no axis of their
@@ -200,6 +200,21 @@ def layout_of(section: Parallel, world: int) -> Layout:
     if section.shard == "none":
         return replace(copy, replicate=data)
     return replace(copy, replicate=section.replicate, shard=of_one_copy)
+
+
+def placing_problems(recipe: Recipe, layout: Layout, device_type: str) -> Iterator[str]:
+    """Why no model can be placed in a layout with the settings of its recipe. device_type: "cpu" or "cuda"."""
+    if recipe.optimizer.kind == "galore" and layout.world > 1:
+        yield (
+            "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
+            "theirs. Use adamw or adamw8bit, or one process"
+        )
+    is_sharded = recipe.parallel.shard != "none" and layout.data * layout.context > 1
+    if "parameters" in recipe.memory.offload and device_type != "cpu" and not is_sharded:
+        yield (
+            "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
+            "two processes or more. On one GPU offload optimizer and activations"
+        )
 
 
 def problems(section: Parallel, config: ModelConfig) -> Iterator[str]:

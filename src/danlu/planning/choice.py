@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from danlu.models.config import ModelConfig
-from danlu.parallel.layout import divisors, problems
+from danlu.parallel.layout import divisors
 from danlu.parallel.schedules import chunks_per_rank, schedule_problems
+from danlu.planning.layout_problems import models_problems
 from danlu.planning.pipeline_split import split_problems
 from danlu.planning.target import Target
 from danlu.planning.workload import Workload
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Context, Parallel, Pipeline, Recompute
+from danlu.recipe.sections import Parallel, Pipeline, Recompute
 
 _LONG = 32_768
 """Tokens of a packed sequence from which on context ranks are tried."""
@@ -220,16 +221,9 @@ def _is_zero1(workload: Workload, choice: Choice) -> bool:
 
 
 def _misfit(workload: Workload, cut: Choice) -> bool:
-    """Whether the model cannot be cut so."""
-    context = Context(size=cut.context, method=cut.method)
-    section = Parallel(tensor=cut.tensor, context=context, expert=cut.expert)
-    if next(problems(section, workload.config), None) is not None:
-        return True
-    if (fp8 := workload.recipe.fp8) is None:
-        return False
-    from danlu.parallel.fp8_cuts import fp8_problems  # here: few recipes have such products
-
-    return next(fp8_problems(fp8, workload.config, cut.tensor), None) is not None
+    """Whether models of the workload cannot be cut so, in any schedule."""
+    own = replace(workload, recipe=cut.recipe(workload.recipe))
+    return next(models_problems(own), None) is not None
 
 
 def _unsplit(config: ModelConfig, stages: int, schedule: str, chunks: int | None) -> bool:

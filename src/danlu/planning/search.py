@@ -18,6 +18,7 @@ from enum import IntEnum
 from danlu.core.errors import RecipeError
 from danlu.parallel.layout import layout_of
 from danlu.planning.choice import Choice, Space
+from danlu.planning.layout_problems import layout_problems
 from danlu.planning.plan_cache import PlanCache
 from danlu.planning.search_bounds import Bounds
 from danlu.planning.step import StepPlanner
@@ -59,10 +60,13 @@ def search(workload: Workload, space: Space, target: Target, top: int = 10) -> l
             "a search compares seconds, and the speed of this machine is not known. Run danlu bench machine, or name a "
             "cluster with --on"
         )
-    best = _Search(workload, space, target, top).run()
-    if not best:
-        raise RecipeError(f"no layout of {target.cluster.ranks} x {target.cluster.card.name} holds this recipe")
-    return best
+    searched = _Search(workload, space, target, top)
+    if best := searched.run():
+        return best
+    where = f"no layout of {target.cluster.ranks} x {target.cluster.card.name}"
+    if refused := searched.refused_by:
+        raise RecipeError([f"{where} that holds this recipe can train it", *refused])
+    raise RecipeError(f"{where} holds this recipe")
 
 
 class _Search:
@@ -73,6 +77,9 @@ class _Search:
         self.best: list[Candidate] = []
         self._planners: dict[Choice, StepPlanner] = {}
         """Those of single choices that wait."""
+        self._refused: Choice | None = None
+        """One that might fit, which a run refuses."""
+        self._plans_any = False
 
     def run(self) -> list[Candidate]:
         """Returns the best choices."""
@@ -83,6 +90,8 @@ class _Search:
             for choice in self.space.micro_batches(self.workload, cut, ranks)
         ]
         heapq.heapify(waiting)
+        if not waiting:
+            self._refused = Choice()
         while waiting:
             least, level, choice = heapq.heappop(waiting)
             if self._is_too_slow(least):
@@ -93,6 +102,13 @@ class _Search:
             for bound, deeper, branch in self._branches(least, level, choice):
                 heapq.heappush(waiting, (max(least, bound), deeper, branch))
         return self.best
+
+    @property
+    def refused_by(self) -> list[str]:
+        """Why a run refuses a choice, where it refuses all that might fit."""
+        if self._plans_any or self._refused is None:
+            return []
+        return refusals(replace(self.workload, recipe=self._refused.recipe(self.workload.recipe)), self.target)
 
     def _branches(self, least: float, level: _Level, choice: Choice) -> Iterator[tuple[float, _Level, Choice]]:
         """Yields the parts of a branch with their bounds, of which none is that of the whole branch."""
@@ -116,7 +132,11 @@ class _Search:
                         yield computed + bounds.of_data_ranks(branch), _Level.SHARING, branch
             case _Level.SHARING:
                 planner = planner_of(self.workload, choice, self.target, self.cache)
-                if planner is not None and planner.may_fit(self.target.cluster.card.memory_bytes):
+                if planner is None:
+                    self._refused = choice
+                    return
+                self._plans_any = True
+                if planner.may_fit(self.target.cluster.card.memory_bytes):
                     self._planners[choice] = planner
                     yield planner.least_seconds, _Level.MAY_FIT, choice
             case _Level.MAY_FIT:
@@ -139,13 +159,21 @@ class _Search:
 
 
 def planner_of(workload: Workload, choice: Choice, target: Target, cache: PlanCache) -> StepPlanner | None:
-    """The planner of a choice; None where no recipe may say it."""
+    """The planner of a choice; None where `refusals` has something against it."""
     own = replace(workload, recipe=choice.recipe(workload.recipe))
-    try:
-        layout = layout_of(own.recipe.parallel, target.cluster.ranks)
-    except RecipeError:
+    if refusals(own, target):
         return None
-    return None if recipe_problems(own.recipe) else StepPlanner(own, layout, target, cache)
+    return StepPlanner(own, layout_of(own.recipe.parallel, target.cluster.ranks), target, cache)
+
+
+def refusals(workload: Workload, target: Target) -> list[str]:
+    """Why a run refuses the recipe of a workload before it reads a model; empty where it does not."""
+    try:
+        layout = layout_of(workload.recipe.parallel, target.cluster.ranks)
+    except RecipeError as error:
+        return error.problems
+    wrong = [f"{each.key}: {each.message}" for each in recipe_problems(workload.recipe)]
+    return [*wrong, *layout_problems(workload, layout, target.device_type)]
 
 
 def evaluate(workload: Workload, choice: Choice, target: Target, cache: PlanCache) -> Candidate | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind, LayerPlan, plan_of_layers
@@ -39,6 +39,15 @@ class FrozenModel:
     tensors: tuple[ModelTensor, ...]
 
 
+class OtherModel(NamedTuple):
+    """A model of another role, with a folder of its own, which is divided among the processes as the policy is."""
+
+    key: str
+    """The key of the recipe that names it."""
+    path: str
+    config: ModelConfig
+
+
 @dataclass(frozen=True)
 class Workload:
     """The models of a recipe, and the documents that they are trained on."""
@@ -50,6 +59,8 @@ class Workload:
     frozen: tuple[FrozenModel, ...] = ()
     critic: ModelConfig | None = None
     """The model of values, where it is a whole decoder."""
+    others: tuple[OtherModel, ...] = ()
+    """Those of both, and models that are asked before training, that do not start as the policy does."""
     reward_bytes: int = 0
     """Bytes of reward models, which the first process loads."""
     reward_models: tuple[tuple[Role, ModelConfig], ...] = ()

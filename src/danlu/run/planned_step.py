@@ -13,14 +13,13 @@ from danlu.assembly.document_lengths import document_lengths, with_named_tokeniz
 from danlu.core.errors import RecipeError
 from danlu.memory.available_memory import host_available_bytes
 from danlu.models.config import ModelConfig
-from danlu.parallel.layout import Layout, layout_of, problems
+from danlu.parallel.layout import Layout, layout_of
 from danlu.planning.cards import nvidia_devices, nvidia_free_bytes
 from danlu.planning.cluster import Cluster
 from danlu.planning.device_map import Device as MappedDevice
-from danlu.planning.device_map import device_map_problems
+from danlu.planning.layout_problems import layout_problems, policy_problems
 from danlu.planning.lengths import Lengths
 from danlu.planning.machine_profile import Device, MachineProfile
-from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.planning.plan_values import plan_values
 from danlu.planning.rollout_lengths import RolloutLengths
 from danlu.planning.step import micro_batch, plan_step
@@ -87,9 +86,14 @@ def _placed(
     target = target or target_here(recipe)
     if recipe.parallel.device_map is not None and not target.devices:
         target = _on_one_node(target)
-    layout = _layout(recipe, config, target)
+    layout = layout_of(recipe.parallel, target.cluster.ranks)
+    if wrong := [*policy_problems(recipe, config)]:  # before anything else of it is read
+        raise RecipeError(wrong)
     judges = layout.tensor == 1 and recipe.parallel.shard == "none"
-    return planned_workload(recipe, lengths, rollout_lengths, config=config, judges=judges), layout, target
+    workload = planned_workload(recipe, lengths, rollout_lengths, config=config, judges=judges)
+    if wrong := [*layout_problems(workload, layout, target.device_type)]:
+        raise RecipeError(wrong)
+    return workload, layout, target
 
 
 def planned_workload(
@@ -192,19 +196,3 @@ def fewest_processes(section: Parallel) -> int:
     if section.data != "auto":
         data = section.data
     return data * section.tensor * section.context.size * section.pipeline.stages
-
-
-def _layout(recipe: Recipe, config: ModelConfig, target: Target) -> Layout:
-    """The layout on all ranks of the machine. Raises RecipeError as a run does."""
-    section = recipe.parallel
-    layout = layout_of(section, target.cluster.ranks)
-    wrong = [*problems(section, config), *device_map_problems(section.device_map, config)]
-    if recipe.fp8 is not None:
-        from danlu.parallel.fp8_cuts import fp8_problems  # here: few recipes have such products
-
-        wrong += fp8_problems(recipe.fp8, config, section.tensor)
-    if section.pipeline.stages > 1:
-        wrong += [*split_problems(section.pipeline, config), *pipedream_problems(recipe, config)]
-    if wrong:
-        raise RecipeError(wrong)
-    return layout

@@ -30,7 +30,7 @@ from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunL
 from danlu.core.stop_signals import TOGETHER_S, StopRequest
 from danlu.numerics.deterministic import deterministic
 from danlu.parallel.comm import ALONE, new_group, world_size
-from danlu.parallel.layout import layout_of
+from danlu.parallel.layout import layout_of, placing_problems
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.phase import track_modules
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -216,6 +216,7 @@ def _train(
     stage.criterion(recipe)  # a metric that the stage lacks is reported before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
+    _check_layout(recipe, ranks, device)
     inputs = same_on_all_ranks(
         ranks.world,
         lambda: recipe_inputs(recipe, stage, resumed=start is not None),
@@ -403,6 +404,17 @@ def _total_steps(recipe: Recipe, stage_data: StageData) -> tuple[int, int | None
     if problems := recipe.schedule.problems(total_steps):
         raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
     return total_steps, total_packs
+
+
+def _check_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
+    """Raises RecipeError for settings that no model can be placed or stepped with in the layout of this run."""
+    wrong = [*placing_problems(recipe, ranks.layout, device.type)]
+    if ranks.layout.pipeline > 1:
+        from danlu.planning.layout_problems import micro_batch_problems
+
+        wrong += micro_batch_problems(recipe, ranks.layout)
+    if wrong:
+        raise RecipeError(wrong)
 
 
 def _micro_batch_size(

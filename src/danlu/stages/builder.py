@@ -14,7 +14,7 @@ from torch import nn
 from danlu.assembly.base_model import weight_layouts
 from danlu.assembly.devices import device_map_of
 from danlu.assembly.machine_memory import check_size
-from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of
+from danlu.assembly.parallelize import Placed, Subject, place, subject_of
 from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters, model_folder
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
@@ -27,12 +27,11 @@ from danlu.models.layer_spec import Experts
 from danlu.models.loading import build
 from danlu.models.saving import check_untouched
 from danlu.parallel.comm import world_size
-from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Router
+from danlu.recipe.sections import Parallel, Router
 from danlu.recipe.value import value_share
 from danlu.stages.export import DecoderExporter
 from danlu.stages.learner import objective_parameters, objective_tensors
@@ -170,7 +169,6 @@ class DecoderBuilder:
         recipe, config = self.recipe, self._config(stage_data.tokenizer)
         self._check_layout(config)
         device = self._loss_device(config, device)
-        check_placing(recipe, ranks, device)
         saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
         subject = subject_of(
             recipe, config, device, saved=saved, resumed=start is not None, encode=self._encode, ranks=ranks
@@ -235,31 +233,15 @@ class DecoderBuilder:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
 
     def _check_layout(self, config: ModelConfig) -> None:
-        parallel = self.recipe.parallel
-        wrong = [*problems(parallel, config)]
-        if self.recipe.fp8 is not None:
-            from danlu.parallel.fp8_cuts import fp8_problems
+        """Raises RecipeError for a policy that cannot be divided, or not be trained as the recipe says."""
+        recipe = self.recipe
+        is_planned = recipe.memory.recompute.kind == "planned"
+        if recipe.parallel == Parallel() and recipe.trained_quantization is None and not is_planned:
+            return  # of a whole model in its own type nothing is asked
+        from danlu.planning.layout_problems import policy_problems
 
-            wrong += fp8_problems(self.recipe.fp8, config, parallel.tensor)
-        if parallel.pipeline.stages > 1:
-            from danlu.planning.pipeline_split import pipedream_problems, split_problems
-
-            wrong += [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
-        if parallel.device_map is not None:
-            from danlu.planning.device_map import device_map_problems
-
-            wrong += device_map_problems(parallel.device_map, config)
-        if self.recipe.memory.recompute.kind == "planned" and config.carries_values:
-            wrong.append(
-                "memory.recompute: planned measures layers one by one, and layers of this model read "
-                f"{config.carried}. Use selective, or full"
-            )
-        if wrong:
+        if wrong := [*policy_problems(recipe, config)]:
             raise RecipeError(wrong)
-        if self.recipe.trained_quantization is not None:
-            from danlu.assembly.trained_quantization import check_trained_quantization
-
-            check_trained_quantization(self.recipe, config)
 
     def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
         """The device of micro-batches and losses: `device`, but with a device map that of the policy's head."""

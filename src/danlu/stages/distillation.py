@@ -25,6 +25,8 @@ from danlu.models.hf_folder import read_config
 from danlu.models.presets import from_scratch
 from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
 from danlu.parallel.ranks import Ranks
+from danlu.planning.layout_problems import teacher_problems
+from danlu.planning.workload import OtherModel
 from danlu.recipe import Recipe
 from danlu.recipe.roles import CachedModel, ModelSpec, frozen_teachers
 from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
@@ -217,12 +219,10 @@ def check_teachers(recipe: Recipe) -> None:
         spec = _resolved(recipe, role)
         if teacher.cache:  # the others are among the models of the stage, which are checked for each
             check_frozen_model(spec, recipe)
-        own = read_config(resolved_teacher(teacher).folder).vocab_size
-        if recipe.parallel.tensor > 1 and own != rows:
-            raise RecipeError(
-                f"{spec.key}.model: parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} "
-                f"has {own} and the policy's {rows}. Use a teacher with as many, or parallel.tensor: 1"
-            )
+        config = read_config(resolved_teacher(teacher).folder)
+        if wrong := [*teacher_problems(recipe, OtherModel(f"{spec.key}.model", teacher.model, config), rows)]:
+            raise RecipeError(wrong)
+        own = config.vocab_size
         if teacher.top_k is not None and teacher.top_k >= min(rows, own):
             raise RecipeError(
                 f"{spec.key}.top_k: {teacher.top_k} of {min(rows, own)} tokens leave no others. Give less, or leave it "

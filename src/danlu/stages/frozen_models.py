@@ -34,8 +34,8 @@ from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.numerics.dtypes import DTYPES
 from danlu.parallel.ranks import Ranks
-from danlu.planning.device_map import device_map_problems
-from danlu.planning.pipeline_split import split_problems
+from danlu.planning.layout_problems import other_problems
+from danlu.planning.workload import OtherModel
 from danlu.recipe import Recipe
 from danlu.recipe.roles import ModelSpec
 from danlu.recipe.sections import Recompute
@@ -58,9 +58,9 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
             own = load_tokenizer(tokenizer_path(spec.section.model_copy(update={"tokenizer": path})))
             _check_same_vocabulary(spec.key, path, own.vocabulary, policy_tokenizer.vocabulary)
         check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
-        config, section = read_config(folder), recipe.parallel
-        if wrong := [*split_problems(section.pipeline, config), *device_map_problems(section.device_map, config)]:
-            raise RecipeError([f"{spec.key}.model: {path}: {problem}" for problem in wrong])
+        other = OtherModel(f"{spec.key}.model", path, read_config(folder))
+        if wrong := [*other_problems(recipe, other)]:
+            raise RecipeError(wrong)
 
 
 def _check_same_vocabulary(key: str, path: str, vocabulary: Mapping[str, int], policys: Mapping[str, int]) -> None:
