@@ -26,6 +26,7 @@ from danlu.run.planned_step import planned_step
 from danlu.run.read_workload import read_workload
 
 INT3 = sections.Int3(group=32, trained=True)
+GALORE, OFFLOADED = {"optimizer": {"kind": "galore"}}, {"memory": {"offload": ["parameters"]}}
 
 
 def recipe_of(**changes: Any) -> Recipe:
@@ -54,20 +55,21 @@ def test_blocks_that_are_trained_fit_layers_whole_and_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "shard", "world", "device", "refused"),
+    ("changes", "parallel", "world", "device", "refused"),
     [
-        ({"optimizer": {"kind": "galore"}}, "none", 2, "cpu", "optimizer.kind: galore projects"),
-        ({"optimizer": {"kind": "galore"}}, "none", 1, "cuda", None),
-        ({"memory": {"offload": ["parameters"]}}, "none", 2, "cuda", "memory.offload: parameters leave a GPU"),
-        ({"memory": {"offload": ["parameters"]}}, "zero3", 1, "cuda", "memory.offload: parameters leave a GPU"),
-        ({"memory": {"offload": ["parameters"]}}, "zero1", 2, "cuda", None),
-        ({"memory": {"offload": ["parameters"]}}, "none", 2, "cpu", None),
+        (GALORE, {}, 2, "cpu", "optimizer.kind: galore projects"),
+        (GALORE, {}, 1, "cuda", None),
+        (OFFLOADED, {}, 2, "cuda", "memory.offload: parameters leave a GPU"),
+        (OFFLOADED, {"shard": "zero3"}, 1, "cuda", "memory.offload: parameters leave a GPU"),
+        (OFFLOADED, {"shard": "zero3", "tensor": 2}, 2, "cuda", "memory.offload: parameters leave a GPU"),
+        (OFFLOADED, {"shard": "zero1", "context": 2}, 2, "cuda", None),
+        (OFFLOADED, {}, 2, "cpu", None),
     ],
 )
 def test_settings_with_which_no_model_is_placed(
-    changes: dict[str, Any], shard: str, world: int, device: str, refused: str | None
+    changes: dict[str, Any], parallel: dict[str, Any], world: int, device: str, refused: str | None
 ) -> None:
-    recipe = recipe_of(**changes, parallel={"shard": shard})
+    recipe = recipe_of(**changes, parallel=parallel)
     problems = list(placing_problems(recipe, layout_of(recipe.parallel, world), device))
     assert [problem[: len(refused or "")] for problem in problems] == ([refused] if refused else [])
 

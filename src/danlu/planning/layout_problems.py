@@ -44,7 +44,7 @@ def micro_batch_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if section.stages == 1 or batch.micro == "auto" or batch.rows is not None or section.updates_each_micro_batch:
         return
     share = -(-batch.packs(recipe.data.max_length) // layout.data)
-    count = -(-share // min(batch.micro, share))
+    count = -(-share // batch.micro)
     chunks = num_chunks(section) // section.stages
     for argument, message in schedule_problems(section.schedule, section.stages, chunks, count):
         if argument == "micro_batches":  # of the others `split_problems` tells
