@@ -406,10 +406,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- danlu plan
     Mutation(
         "run/planned_step.py",
-        "    wrong = [*problems(section, config), *device",
-        "    wrong = [*device",
-        "cli/test_plan.py",
-        only="cannot_be_planned",
+        "if wrong := [*layout_problems(workload, layout, target.device_type)]:",
+        "if wrong := []:",
+        "planning/test_layout_problems.py",
+        only="other_roles",
     ),
     Mutation(
         "run/plan_changes.py",

@@ -62,7 +62,7 @@ def test_blocks_that_are_trained_fit_layers_whole_and_cut() -> None:
         (OFFLOADED, {}, 2, "cuda", "memory.offload: parameters leave a GPU"),
         (OFFLOADED, {"shard": "zero3"}, 1, "cuda", "memory.offload: parameters leave a GPU"),
         (OFFLOADED, {"shard": "zero3", "tensor": 2}, 2, "cuda", "memory.offload: parameters leave a GPU"),
-        (OFFLOADED, {"shard": "zero1", "context": 2}, 2, "cuda", None),
+        (OFFLOADED, {"shard": "zero1", "context": {"size": 2}}, 2, "cuda", None),
         (OFFLOADED, {}, 2, "cpu", None),
     ],
 )
