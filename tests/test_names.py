@@ -65,6 +65,9 @@ _OF_TEXTS = "the words of a text, which are what is counted"
 ALLOWED = {
     ("curation/duplicates.py", "words"): _OF_TEXTS,
     ("curation/near_duplicates.py", "words"): _OF_TEXTS,
+    ("curation/quality/gopher.py", "words"): _OF_TEXTS,
+    ("curation/quality/c4.py", "words"): _OF_TEXTS,
+    ("curation/quality/repetition.py", "words"): _OF_TEXTS,
     ("curation/word_hashes.py", "words"): _OF_TEXTS,
     ("data/tokenizer_conversion.py", "piece"): "SentencePiece's word for an entry of its vocabulary",
     ("data/tokenizer_conversion.py", "pieces"): "SentencePiece's field of them",
