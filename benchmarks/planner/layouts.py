@@ -21,6 +21,7 @@ from danlu.parallel.layout import layout_of
 from danlu.planning.chunk_costs import LayerTimes
 from danlu.planning.cluster import Cluster, Link
 from danlu.planning.collective_seconds import each_collective_seconds
+from danlu.planning.machine_profile import Result
 from danlu.planning.measured_table import Seconds
 from danlu.planning.speeds import CardSpeeds
 from danlu.planning.step import plan_step
@@ -40,13 +41,15 @@ _SMS = 132
 class EightBitProducts(CardSpeeds):
     """Speeds of a card on which products that would be of bf16 are of FP8: those of the head too."""
 
-    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
-        """A product of [m, k] with the transpose of [n, k]."""
-        return super().product(m, n, k, "fp8" if precision == "bf16" else precision)
+    def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
+        """A product [m, n] that sums over k, as a linear layer makes it for a result."""
+        return super().product(m, n, k, "fp8" if precision == "bf16" else precision, result)
 
-    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
-        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
-        return super().grouped(groups, rows, n, k, "fp8" if precision == "bf16" else precision)
+    def grouped(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
+        """The products [rows, n] of some groups, each of which sums over k."""
+        return super().grouped(groups, rows, n, k, "fp8" if precision == "bf16" else precision, result)
 
 
 @dataclass(frozen=True)

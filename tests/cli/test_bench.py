@@ -20,6 +20,7 @@ from danlu.planning.measure_machine import Sizes
 SMALL = Sizes(
     precisions=("fp32",),
     products=((1, 2), (16,), (16,)),
+    gradients=((2,), (16,), (16,)),
     streamed_bytes=(1 << 14,),
     attention=((8, 16), (2,), (16,)),
     long_attention=(40,),

@@ -2281,6 +2281,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_machine_profile.py",
     ),
     Mutation(
+        "planning/machine_profile.py",
+        'return self._table("weight_gradient", precision).at(k, m, n)',
+        'return self._table("weight_gradient", precision).at(m, n, k)',
+        "planning/test_machine_profile.py",
+        only="looked_up",
+    ),
+    Mutation(
+        "planning/layer_work.py",
+        'yield Product(outputs, inputs, rows, precision, result="weight_gradient")',
+        "yield Product(outputs, inputs, rows, precision)",
+        "planning/test_layer_seconds.py",
+        only="which_gradient",
+    ),
+    Mutation(
         "planning/product_peak.py",
         'return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"',
         'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',

@@ -240,6 +240,25 @@ def test_a_roofline_takes_the_longer_of_arithmetic_and_traffic() -> None:
     assert narrow.product(1000, 1000, 500, "fp32") == pytest.approx(2 * SPEEDS.product(1000, 1000, 500, "fp32"))
 
 
+def test_products_of_a_backward_pass_say_which_gradient_they_make() -> None:
+    adapters = (("attention.o_proj", LowRankAdapter(4)),)
+    for training in (LayerTraining(), LayerTraining(weights=False, adapters=adapters)):
+        for work in layer_work(replace(graph_of(), training=training)):
+            for primitives, result in (
+                (work.forward, "output"),
+                (work.backward_input, "input_gradient"),
+                (work.backward_weight, "weight_gradient"),
+            ):
+                assert {each.result for each in primitives if isinstance(each, Product)} <= {result}, work.name
+    q_proj = next(each for each in layer_work(graph_of()) if each.name == "attention.q_proj")
+    (output,), (to_input,), (to_weight,) = (
+        [each for each in primitives if isinstance(each, Product)]
+        for primitives in (q_proj.forward, q_proj.backward_input, q_proj.backward_weight)
+    )
+    tokens, outputs, inputs = output[:3]
+    assert to_input[:3] == (tokens, inputs, outputs) and to_weight[:3] == (outputs, inputs, tokens)
+
+
 def test_a_profile_answers_from_its_tables() -> None:
     sizes = ((1, 1024), (64, 512), (64, 512))
     product = Table(sizes, tuple(1e-6 * (index + 1) for index in range(8)))

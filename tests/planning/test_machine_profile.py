@@ -24,6 +24,8 @@ def profile(machine: Machine = MACHINE, at: str = "2026-11-27T12:00:00+00:00") -
     products = [2 * m * n * k / 1e11 for m, n, k in itertools.product(*PRODUCTS)]
     tables = {
         "product fp32": Table.rising(PRODUCTS, products),
+        "input_gradient fp32": Table.rising(PRODUCTS, [5 * seconds for seconds in products]),
+        "weight_gradient fp32": Table.rising(PRODUCTS, [2 * seconds for seconds in products]),
         "grouped fp32": Table.rising(((4, 16), (8, 64)), [4 * 8 / 1e6, 4 * 64 / 1e6, 16 * 8 / 1e6, 16 * 64 / 1e6]),
         "copy fp32": Table.rising(((1 << 16, 1 << 20),), [1e-6, 1e-4]),
         "attention fp32": Table.rising(((64, 512), (1, 4), (64,)), [1e-5, 4e-5, 6.4e-4, 2.56e-3], (2, 1, 1)),
@@ -53,10 +55,10 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("", "or torn"),
-        ('{"format": 3, "machine"', "or torn"),
+        ('{"format": 4, "machine"', "or torn"),
         ("[]", "or torn"),
-        ('{"format": 2}', "format 2, and this danlu reads 3"),
-        ('{"format": 3, "machine": {"processor": "x"}}', "or torn"),
+        ('{"format": 3}', "format 3, and this danlu reads 4"),
+        ('{"format": 4, "machine": {"processor": "x"}}', "or torn"),
     ],
 )
 def test_a_torn_profile_is_refused(tmp_path: Path, content: str, said: str) -> None:
@@ -147,6 +149,17 @@ def test_rows_of_a_document_are_filled_up_on_a_cpu() -> None:
     assert found.attention_seconds(224, 4, 64, "fp32") < found.attention_seconds(225, 4, 64, "fp32")
     card = replace(found, machine=replace(MACHINE, device="cuda"))
     assert card.attention_seconds(225, 4, 64, "fp32") < card.attention_seconds(256, 4, 64, "fp32")
+
+
+def test_gradients_of_a_layer_are_looked_up_by_its_tokens_outputs_and_inputs() -> None:
+    """Each with a table of its own; control: the sizes in the order of an output's find other numbers."""
+    numbers = Table(PRODUCTS, tuple(1e-6 * (index + 1) for index in range(8)))  # 1 token: 64x64, 64x512, 512x64, ..
+    found = replace(profile(), tables={"input_gradient fp32": numbers, "weight_gradient fp32": numbers})
+    assert found.product_seconds(1, 64, 512, "fp32", "input_gradient") == numbers.at(1, 512, 64) == 3e-6
+    assert found.product_seconds(64, 512, 1, "fp32", "weight_gradient") == numbers.at(1, 64, 512) == 2e-6
+    assert found.product_seconds(512, 64, 512, "fp32", "weight_gradient") == numbers.at(512, 512, 64) == 7e-6
+    with pytest.raises(RecipeError, match="product fp32 was not measured"):
+        found.product_seconds(1, 64, 512, "fp32")
 
 
 def test_computation_is_slowed_by_the_share_that_was_measured() -> None:

@@ -15,6 +15,7 @@ from danlu.planning.measure_machine import SIZES, Sizes, affordable_axes
 SMALL = Sizes(
     precisions=("fp32", "bf16"),
     products=((1, 4), (16,), (16, 32)),
+    gradients=((4,), (16,), (16, 32)),
     streamed_bytes=(1 << 14, 1 << 15),
     attention=((8, 16), (2,), (16,)),
     long_attention=(24,),
@@ -27,6 +28,8 @@ SMALL = Sizes(
 
 def check(found: MachineProfile, device: Device) -> None:
     assert found.machine.device == device
+    assert found.product_seconds(4, 32, 16, "bf16", "input_gradient") > 0
+    assert found.product_seconds(16, 32, 4, "bf16", "weight_gradient") > 0
     assert found.product_seconds(4, 16, 32, "bf16") > 0 and found.grouped_seconds(2, 4, 512, 512, "fp32") > 0
     assert found.attention_seconds(16, 2, 16, "fp32", backward=True) > 0
     for kind in ("copy", "new", "add", "activation", "activation_backward", "norm", "norm_backward"):
@@ -57,6 +60,7 @@ def test_operands_fit_into_the_pool(device: Device) -> None:
     sizes = SIZES[device]
     rows, outputs, inputs = (axis[-1] for axis in sizes.products)
     assert max(rows * inputs, outputs * inputs, sizes.elements[-1]) * 4 <= sizes.pool_bytes
+    assert all(axis[-1] == whole[-1] for axis, whole in zip(sizes.gradients, sizes.products, strict=True))
     assert sizes.streamed_bytes[-1] <= sizes.pool_bytes
     length, heads, width = (axis[-1] for axis in sizes.attention)
     assert 3 * length * heads * width * 4 <= sizes.pool_bytes

@@ -26,6 +26,7 @@ from danlu.planning.cards import find_card
 from danlu.planning.cluster import Cluster
 from danlu.planning.flops import DecoderFlops, attention_pairs
 from danlu.planning.layer_graph import LayerTraining, LowRankAdapter
+from danlu.planning.machine_profile import Result
 from danlu.planning.measured_table import Seconds
 from danlu.planning.model_tensors import ModelTensor, ModelTensors
 from danlu.planning.rl_phases import RlPlace, rl_phases
@@ -65,10 +66,12 @@ class CountedSpeeds:
     calls: float = 0.0
     elements: float = 0.0
 
-    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
+    def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
         return Seconds(self.flops * 2 * m * n * k)
 
-    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
+    def grouped(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
         return Seconds(self.flops * 2 * groups * rows * n * k)
 
     def attention(
@@ -151,7 +154,7 @@ def test_products_with_few_rows_are_bound_by_reading_packed_weights() -> None:
         class Slow(CountedSpeeds):
             """A product of few rows takes as long as one of 64."""
 
-            def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
+            def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
                 return Seconds(1e-9 * 2 * max(m, 64) * n * k)
 
         packed, exact = (EngineModel(CONFIG, "fp32", exact=exact) for exact in (False, True))

@@ -249,28 +249,29 @@ class _LayerWork:
         if has_input:
             yield from self.dense(operation)
             if is_grouped:
-                yield Grouped(count, rows, inputs, outputs, self.precision)
+                yield Grouped(count, rows, inputs, outputs, self.precision, result="input_gradient")
             else:
-                yield Product(rows, inputs, outputs, self.product_precision(operation))
+                precision = self.product_precision(operation)
+                yield Product(rows, inputs, outputs, precision, result="input_gradient")
             if operation.in_float32 and self.graph.batch.is_half:
                 yield Moved(self.tokens * inputs * (_FLOAT32 + self.element), "new")
         if adapter is None:
             return
         rank = adapter.rank
         if is_grouped:
-            yield Grouped(count, rows, rank, outputs, self.streamed, is_model=False)
+            yield Grouped(count, rows, rank, outputs, self.streamed, is_model=False, result="input_gradient")
             if has_input:
-                yield Grouped(count, rows, inputs, rank, self.streamed, is_model=False)
+                yield Grouped(count, rows, inputs, rank, self.streamed, is_model=False, result="input_gradient")
                 yield Moved(3 * count * rows * inputs * self.element, "add", self.streamed)
             return
         together = _rank_of_call(self.graph, operation)
         yield Moved(2 * _FLOAT32 * outputs * rank)  # B times the scale
-        yield Product(rows, rank, outputs, self.streamed, is_model=False)
+        yield Product(rows, rank, outputs, self.streamed, is_model=False, result="input_gradient")
         yield Moved(2 * rows * rank * self.element, "copy", self.streamed)  # into the columns of all adapters of a call
         if has_input:
             yield from self.joined_factors(adapter, 0, inputs, together)
             yield from self.dropout(operation, adapter, rank / together)
-            yield Product(rows, inputs, together, self.streamed, rank / together, is_model=False)
+            yield Product(rows, inputs, together, self.streamed, rank / together, False, "input_gradient")
         if adapter.has_magnitude:
             yield Moved(2 * rows * outputs * self.element, "new")
             yield Moved(2 * outputs * inputs * self.element, "new")
@@ -283,9 +284,10 @@ class _LayerWork:
         count, rows = self.experts if is_grouped else (1, self.tokens)
         if self.graph.training.weights:
             if is_grouped:
-                yield Grouped(count, outputs, inputs, rows, self.precision)
+                yield Grouped(count, outputs, inputs, rows, self.precision, result="weight_gradient")
             else:
-                yield Product(outputs, inputs, rows, self.product_precision(operation))
+                precision = self.product_precision(operation)
+                yield Product(outputs, inputs, rows, precision, result="weight_gradient")
             if self.casts_weights and not operation.in_float32:
                 yield Moved(count * outputs * inputs * (_FLOAT32 + self.element), "new")
             if len(operation.weights) > 1:
@@ -300,9 +302,9 @@ class _LayerWork:
         yield Moved(2 * _FLOAT32 * outputs * adapter.rank)  # B's gradient times the scale
         for n, k in ((outputs, adapter.rank), (inputs, adapter.rank if adapter.trains_a else 0)):
             if is_grouped and k:
-                yield Grouped(count, k, n, rows, self.streamed, is_model=False)
+                yield Grouped(count, k, n, rows, self.streamed, is_model=False, result="weight_gradient")
             elif k:
-                yield Product(k, n, rows, self.streamed, is_model=False)
+                yield Product(k, n, rows, self.streamed, is_model=False, result="weight_gradient")
 
     def accumulated(self, operation: Operation) -> Iterator[Primitive]:
         elements = self.elements(operation) if self.graph.training.weights else 0.0

@@ -25,7 +25,7 @@ from danlu.planning.cards import nvidia_devices
 from danlu.planning.measured_table import Seconds, Table
 from danlu.planning.product_peak import cpu_model
 
-FORMAT = 3
+FORMAT = 4
 """The format of a profile's file; a change of the tables' meaning raises it."""
 PRODUCT_BEFORE = (256, 1024, 1024)
 """Rows, outputs and inputs of the float32 products behind which calls are measured on a CPU: some 5 to 20 ms."""
@@ -33,6 +33,10 @@ BYTES_BEFORE = 4 * (256 * 1024 + 1024 * 1024 + 256 * 1024)
 """Bytes that such a product reads and writes."""
 PROFILES = "~/.cache/danlu/machine"
 Device = Literal["cpu", "cuda"]
+Result = Literal["output", "input_gradient", "weight_gradient"]
+"""The results of the three products of a linear layer with T tokens, O outputs, I inputs: x [T, I] with W [O, I] along
+I, the gradient [T, O] with W along O, and the gradient with x along T. Operands that lie in memory across the sum are
+other work for a library: bfloat16 without units of its own takes five times as long for a gradient of the input."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Streamed = Literal["copy", "new", "add", "activation", "activation_backward", "norm", "norm_backward"]
 """Operations that take as long as their bytes. copy: into memory that the caches hold; all others make new tensors, as
@@ -149,18 +153,27 @@ class MachineProfile:
         tables = {name: table.to_json() for name, table in self.tables.items()}
         return {"machine": vars(self.machine), "measured_at": self.measured_at, "tables": tables}
 
-    def product_seconds(self, m: float, n: float, k: float, precision: str) -> Seconds:
-        """Seconds of a product of [m, k] with the transpose of [n, k]."""
-        return self._table("product", precision).at(m, n, k)
+    def product_seconds(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
+        """Seconds of a product [m, n] that sums over k, as a linear layer makes it for a result."""
+        match result:
+            case "output":
+                return self._table("product", precision).at(m, n, k)
+            case "input_gradient":
+                return self._table("input_gradient", precision).at(m, k, n)
+            case "weight_gradient":
+                return self._table("weight_gradient", precision).at(k, m, n)
 
-    def grouped_seconds(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
-        """Seconds of the products of a number of groups, each of some rows [rows, k] with a matrix [k, n] of its own.
+    def grouped_seconds(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
+        """Seconds of the products [rows, n] of a number of groups, each of which sums over k.
 
-        They are measured with matrices of one size; those of others take as much longer as one product does.
+        Outputs are measured, with matrices of one size; other matrices and results take as much longer as one product
+        does.
         """
         table = self._table("grouped", precision)
         measured = table.at(groups, rows)
-        own = self.product_seconds(rows, n, k, precision)
+        own = self.product_seconds(rows, n, k, precision, result)
         of_measured = self.product_seconds(rows, GROUPED, GROUPED, precision)
         return Seconds(measured * own / of_measured, measured.extrapolated or own.extrapolated)
 

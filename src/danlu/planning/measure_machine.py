@@ -53,6 +53,7 @@ class Sizes:
 
     precisions: tuple[str, ...]
     products: tuple[Axis, Axis, Axis]  # rows, outputs, inputs
+    gradients: tuple[Axis, Axis, Axis]  # the same, of the products of a backward pass
     streamed_bytes: Axis
     attention: tuple[Axis, Axis, Axis]  # length, heads, width of a head
     long_attention: Axis  # lengths of documents that another kernel takes; empty where one kernel takes all
@@ -67,6 +68,7 @@ SIZES: dict[Device, Sizes] = {
     "cpu": Sizes(
         precisions=("fp32", "bf16"),
         products=((1, 8, 64, 512, 2048), (64, 256, 1024, 4096), (64, 256, 1024, 4096)),
+        gradients=((64, 512, 2048), (64, 256, 1024, 4096), (64, 256, 1024, 4096)),
         # New memory beyond some MiB costs page faults in every call, so there are more sizes than caches.
         streamed_bytes=(1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26, 1 << 27),
         attention=((64, 256, SHORT_DOCUMENT), (2, 8), (64, 128)),
@@ -79,6 +81,7 @@ SIZES: dict[Device, Sizes] = {
     "cuda": Sizes(
         precisions=("fp32", "bf16", "fp16"),
         products=((1, 16, 256, 2048, 8192), (256, 1024, 4096, 8192), (256, 1024, 4096, 8192)),
+        gradients=((256, 2048, 8192), (256, 1024, 4096, 8192), (256, 1024, 4096, 8192)),
         streamed_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28, 1 << 30),
         attention=((256, 1024, 4096, 8192), (8, 32), (64, 128)),
         long_attention=(),
@@ -136,6 +139,8 @@ def _measured_once(
         for precision in sizes.precisions:
             dtype = DTYPES[precision]
             measure(f"product {precision}", sizes.products, clock.product, dtype)
+            measure(f"input_gradient {precision}", sizes.gradients, clock.input_gradient, dtype)
+            measure(f"weight_gradient {precision}", sizes.gradients, clock.weight_gradient, dtype)
             measure(f"grouped {precision}", sizes.grouped, clock.grouped, dtype)
             for name, streamed in _STREAMED.items():
                 measure(f"{name} {precision}", (sizes.streamed_bytes,), partial(streamed, clock), dtype)
@@ -300,6 +305,18 @@ class _Clock:
         """The product of a linear layer, [m, k] x [n, k]."""
         x, weights = self.random(m, k, dtype=dtype), self.rotated(n, k, dtype=dtype)
         return self.with_new_results(lambda turn: F.linear(x, weights[turn % len(weights)]), 2 * m * n * dtype.itemsize)
+
+    def input_gradient(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Call:
+        """The gradient of a linear layer's input, [rows, outputs] x [outputs, inputs]."""
+        gradient, weights = self.random(rows, outputs, dtype=dtype), self.rotated(outputs, inputs, dtype=dtype)
+        count = 2 * rows * inputs * dtype.itemsize
+        return self.with_new_results(lambda turn: gradient @ weights[turn % len(weights)], count)
+
+    def weight_gradient(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Call:
+        """The gradient of a linear layer's weight, the transpose of [rows, outputs] x [rows, inputs]."""
+        gradient, xs = self.random(rows, outputs, dtype=dtype), self.rotated(rows, inputs, dtype=dtype)
+        count = 2 * outputs * inputs * dtype.itemsize
+        return self.with_new_results(lambda turn: gradient.t() @ xs[turn % len(xs)], count)
 
     def grouped(self, groups: int, rows: int, dtype: torch.dtype) -> Call:
         """The products of experts with as many rows each."""

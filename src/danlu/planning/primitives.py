@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from danlu.planning.machine_profile import Streamed
+from danlu.planning.machine_profile import Result, Streamed
 from danlu.planning.measured_table import Seconds
 from danlu.planning.speeds import Speeds
 
@@ -18,7 +18,7 @@ _FLOAT32 = 4
 
 
 class Product(NamedTuple):
-    """Products of [rows, inputs] with the transpose of [outputs, inputs]."""
+    """Products [rows, outputs] that sum over inputs."""
 
     rows: float
     outputs: float
@@ -28,6 +28,7 @@ class Product(NamedTuple):
     """The number of such products; a fraction where several operations share one."""
     is_model: bool = True
     """Whether MFU counts it: neither adapters nor work that only a kernel's order of sums needs."""
+    result: Result = "output"
 
     @property
     def flops(self) -> float:
@@ -36,12 +37,12 @@ class Product(NamedTuple):
 
     def seconds(self, speeds: Speeds) -> Seconds:
         """Its seconds."""
-        seconds = speeds.product(self.rows, self.outputs, self.inputs, self.precision)
+        seconds = speeds.product(self.rows, self.outputs, self.inputs, self.precision, self.result)
         return Seconds(self.times * seconds, seconds.extrapolated)
 
 
 class Grouped(NamedTuple):
-    """Products of groups, each of [rows, inputs] with the transpose of an [outputs, inputs] of its own."""
+    """Products [rows, outputs] of groups, each of which sums over inputs."""
 
     groups: float
     rows: float
@@ -49,6 +50,7 @@ class Grouped(NamedTuple):
     inputs: float
     precision: str
     is_model: bool = True
+    result: Result = "output"
 
     @property
     def flops(self) -> float:
@@ -57,7 +59,7 @@ class Grouped(NamedTuple):
 
     def seconds(self, speeds: Speeds) -> Seconds:
         """Its seconds."""
-        return speeds.grouped(self.groups, self.rows, self.outputs, self.inputs, self.precision)
+        return speeds.grouped(self.groups, self.rows, self.outputs, self.inputs, self.precision, self.result)
 
 
 class Attention(NamedTuple):

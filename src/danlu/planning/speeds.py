@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from danlu.planning.cards import Card
-from danlu.planning.machine_profile import BYTES_BEFORE, MachineProfile, Streamed
+from danlu.planning.machine_profile import BYTES_BEFORE, MachineProfile, Result, Streamed
 from danlu.planning.measured_table import Seconds
 
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -40,11 +40,13 @@ _REACHED_BY_OTHERS = 0.8
 class Speeds(Protocol):
     """The seconds of each primitive that a step is made of."""
 
-    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
-        """A product of [m, k] with the transpose of [n, k]."""
+    def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
+        """A product [m, n] that sums over k, as a linear layer makes it for a result."""
 
-    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
-        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
+    def grouped(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
+        """The products [rows, n] of some groups, each of which sums over k."""
 
     def attention(
         self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
@@ -75,13 +77,15 @@ class ProfileSpeeds:
 
     profile: MachineProfile
 
-    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
-        """A product of [m, k] with the transpose of [n, k]."""
-        return self.profile.product_seconds(m, n, k, precision)
+    def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
+        """A product [m, n] that sums over k, as a linear layer makes it for a result."""
+        return self.profile.product_seconds(m, n, k, precision, result)
 
-    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
-        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
-        return self.profile.grouped_seconds(groups, rows, n, k, precision)
+    def grouped(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
+        """The products [rows, n] of some groups, each of which sums over k."""
+        return self.profile.grouped_seconds(groups, rows, n, k, precision, result)
 
     def attention(
         self, length: float, heads: float, width: float, precision: str, *, backward: bool = False
@@ -170,12 +174,14 @@ class CardSpeeds:
     card: Card
     efficiency: Efficiency = Efficiency()
 
-    def product(self, m: float, n: float, k: float, precision: str) -> Seconds:
-        """A product of [m, k] with the transpose of [n, k]."""
+    def product(self, m: float, n: float, k: float, precision: str, result: Result = "output") -> Seconds:
+        """A product [m, n] that sums over k, as a linear layer makes it for a result."""
         return self._products(1, m, n, k, precision)
 
-    def grouped(self, groups: float, rows: float, n: float, k: float, precision: str) -> Seconds:
-        """The products of some groups, each of [rows, k] with a matrix [k, n] of its own."""
+    def grouped(
+        self, groups: float, rows: float, n: float, k: float, precision: str, result: Result = "output"
+    ) -> Seconds:
+        """The products [rows, n] of some groups, each of which sums over k."""
         return self._products(groups, rows, n, k, precision)
 
     def attention(

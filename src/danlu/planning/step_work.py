@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from danlu.objectives.loss_memory import slice_bytes
 from danlu.optim.state_shapes import eight_bits, has_bfloat16_moments, is_hidden, low_rank_shape
+from danlu.planning.machine_profile import Result
 from danlu.planning.primitives import Moved, OperationWork, Primitive, Product, Updated
 from danlu.recipe import sections
 
@@ -54,8 +55,9 @@ def own_embeddings_work(
     forward = (Product(tokens, columns, width, precision), *sums)
     if not trained:
         return OperationWork("per_layer_model_projection", "product", forward)
-    backward = (Moved(3 * count, "norm_backward", precision), Product(tokens, width, columns, precision))
-    of_weight = (Product(columns, width, tokens, precision),)
+    to_input = Product(tokens, width, columns, precision, result="input_gradient")
+    backward = (Moved(3 * count, "norm_backward", precision), to_input)
+    of_weight = (Product(columns, width, tokens, precision, result="weight_gradient"),)
     accumulation = (Moved(3 * columns * width * _FLOAT32, "add"),)
     return OperationWork("per_layer_model_projection", "product", forward, backward, of_weight, accumulation)
 
@@ -87,7 +89,8 @@ def loss_work(
     is_half = element_bytes < _FLOAT32
     precision = precision or ("bf16" if is_half else "fp32")
     logits = Product(targets, vocabulary, width, precision)
-    to_hidden = Product(targets, width, vocabulary, precision)
+    to_hidden = Product(targets, width, vocabulary, precision, result="input_gradient")
+    to_head = Product(vocabulary, width, targets, precision, result="weight_gradient")
     again = logits._replace(is_model=False)
     widened = _FLOAT32 + element_bytes if is_half else 0
     # Passes over logits in float32: their largest, differences, exponentials, sums; then the gradient in their place.
@@ -104,7 +107,7 @@ def loss_work(
         work = [casts, logits, _in_slices(targets * vocabulary * statistics, device)]
         work += [casts, again, _in_slices(targets * vocabulary * gradient, device)]
         work += [to_hidden, Moved(targets * width * (2 * _FLOAT32 + element_bytes), passes=slices)]
-        work += [Product(vocabulary, width, targets, precision), Moved(vocabulary * width * (_FLOAT32 + element_bytes))]
+        work += [to_head, Moved(vocabulary * width * (_FLOAT32 + element_bytes))]
     sums = () if frozen or not gradients else (Moved(3 * vocabulary * width * _FLOAT32, "add"),)
     forward = tuple(each for each in work if each is not None)
     return OperationWork("lm_head", "loss", forward, accumulation=sums)
@@ -175,6 +178,11 @@ def _orthogonalised(section: sections.Muon, shape: tuple[int, ...]) -> Iterator[
     count, short, long = math.prod(shape), min(shape), max(shape)
     steps = section.newton_schulz_steps
     yield Moved(12 * count, passes=4)
-    for m, n, k in ((short, short, long), (short, short, short), (short, long, short)):
-        yield Product(m, n, k, "bf16", steps, is_model=False)
+    # The Gram matrix X X^T, its square, and that times X, where X is a transposed view of a matrix with more rows.
+    is_tall = shape[0] > shape[1]
+    gram: Result = "weight_gradient" if is_tall else "output"
+    last: Result = "output" if is_tall else "input_gradient"
+    yield Product(short, short, long, "bf16", steps, False, gram)
+    yield Product(short, short, short, "bf16", steps, False, "input_gradient")
+    yield Product(short, long, short, "bf16", steps, False, last)
     yield Moved(4 * count, precision="bf16", passes=steps)
