@@ -23,7 +23,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.mixer_spec import Latent
 from danlu.parallel.device_map import move_activations, move_parameters
-from danlu.planning.cache_memory import block_bytes
+from danlu.planning.cache_memory import CacheKind, CacheSizes
 
 MAP = DeviceMap("cpu:0", ("cpu:0", "cpu:1", "cpu:1", "cpu:2"), "cpu:2")
 SIZES: dict[str, Any] = {"vocab_size": 64, "layers": 4}
@@ -36,13 +36,16 @@ CONFIGS = {
 }
 BLOCK = 4
 ROOMY: dict[str, Any] = {"cache_gib": 0.01}
+CACHES: tuple[CacheKind, ...] = ("auto", "fp8", "int8", "int4")
 
 
-def tight(config: ModelConfig) -> dict[str, Any]:
-    """Room for fourteen blocks, so that answers are swapped out."""
-    layers = [layer.attention.cache for layer in Decoder(config).layers.values()]  # type: ignore[union-attr]
-    blocks = 14 * block_bytes(layers, BLOCK, 4)
-    return {"cache_gib": blocks / 2**30, "swap_gib": 0.01, "preempt": "swap"}
+def tight(config: ModelConfig, cache: CacheKind = "auto") -> dict[str, Any]:
+    """Room for fourteen blocks, or for two answers' newest tokens and as much for blocks, so that answers are swapped
+    out."""
+    layers: list[Any] = [layer.attention.cache for layer in Decoder(config).layers.values()]  # type: ignore[union-attr]
+    sizes = CacheSizes.of(layers, BLOCK, 4, cache=cache)
+    room = 14 * sizes.block_bytes + (2 * sizes.slot_bytes if cache == "int4" else 0)
+    return {"cache_gib": room / 2**30, "swap_gib": 0.01, "preempt": "swap"}
 
 
 def engine_of(config: ModelConfig, device_map: DeviceMap | None, **options: Any) -> EmbeddedEngine:
@@ -68,17 +71,23 @@ def answers(engine: EmbeddedEngine, seed: int = 0) -> list[tuple[Sequence[int], 
 
 
 CASES = [
-    (name, room) for name in CONFIGS for room in ("roomy", "tight") if (name, room) != ("linear attention", "tight")
+    (name, room, cache)
+    for name, caches in {**dict.fromkeys(CONFIGS, ("auto",)), "dense": CACHES, "latent": CACHES}.items()
+    for cache in caches
+    for room in ("roomy", "tight")
+    if (name, room) != ("linear attention", "tight")
 ]
 """States are not swapped."""
+CHOSEN = [case for case in CASES if case[1:] == ("tight", "auto")]
 
 
 @pytest.mark.parametrize(
-    ("name", "room"), fast(CASES, *(case for case in CASES if case[1] == "tight"), ("linear attention", "roomy"))
+    ("name", "room", "cache"),
+    fast(CASES, *CHOSEN, ("linear attention", "roomy", "auto"), ("dense", "tight", "int4"), ("latent", "roomy", "fp8")),
 )
-def test_answers_are_those_of_one_device(name: str, room: str) -> None:
+def test_answers_are_those_of_one_device(name: str, room: str, cache: CacheKind) -> None:
     config = CONFIGS[name]
-    options = ROOMY if room == "roomy" else tight(config)
+    options = {"cache": cache, **(ROOMY if room == "roomy" else tight(config, cache))}
     with recorded() as moves:
         mapped = engine_of(config, MAP, **options)
         assert isinstance(mapped._runner.pool, DevicePools)
@@ -87,6 +96,8 @@ def test_answers_are_those_of_one_device(name: str, room: str) -> None:
     assert several == answers(engine_of(config, None, **options))
     assert {move.device for move in moves} == {"cpu:0", "cpu:1", "cpu:2"}
     assert answers(engine_of(config, None, **options), seed=1) != several  # control
+    if cache != "auto":  # control: entries as they are
+        assert answers(engine_of(config, None, **ROOMY)) != several
     assert (mapped.statistics.swaps > 0) == (room == "tight")
 
 
@@ -112,8 +123,9 @@ ON_META = DeviceMap("cpu", ("cpu", "meta", "meta", "cpu"), "cpu")
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"experts"}))  # their rows are counted
 def test_what_a_cache_keeps_is_on_the_device_of_its_layer(name: str) -> None:
     """Tensors of the meta device, which have no values, meet none of the CPU's."""
-    with recorded():
-        assert len(answers(engine_of(CONFIGS[name], ON_META, **ROOMY))) == 6
+    for cache in CACHES if name == "dense" else ("auto",):
+        with recorded():
+            assert len(answers(engine_of(CONFIGS[name], ON_META, cache=cache, **ROOMY))) == 6
 
 
 def test_a_cache_on_one_device_does_not_do() -> None:

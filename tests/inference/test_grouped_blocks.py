@@ -14,7 +14,7 @@ from torch import Tensor
 
 from danlu.core.errors import ModelError, ResourceError
 from danlu.core.layer_types import Keys, LayerCache
-from danlu.inference import grouped_blocks, model_runner
+from danlu.inference import grouped_attention, grouped_blocks, model_runner
 from danlu.inference.decode_buffers import DecodeRows
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
@@ -120,9 +120,16 @@ REST = [pytest.param(name, marks=pytest.mark.slow) for name in ("window", "laten
 
 
 @pytest.mark.parametrize("attention", ["llama", *REST])
-def test_the_engine_sees_its_own_block_as_it_is_and_those_before_in_4_bits(small_decoder: Any, attention: str) -> None:
+def test_the_engine_sees_its_own_block_as_it_is_and_those_before_in_4_bits(
+    small_decoder: Any, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """Products of queries end within blocks, and chunks are read in several parts."""
     model, asked = small_decoder(attention).double(), requests(GREEDY, 10, prompts=LONG)
-    completions = EmbeddedEngine(model, dataclasses.replace(OPTIONS, batch_tokens=11)).generate(asked)
+    monkeypatch.setattr(grouped_attention, "PRODUCT_ROWS", 6)
+    monkeypatch.setattr(grouped_attention, "READ_TOKENS", 18)
+    completions = EmbeddedEngine(model, dataclasses.replace(OPTIONS, batch_tokens=18)).generate(asked)
+    monkeypatch.undo()
+    assert not differ(EmbeddedEngine(model, dataclasses.replace(OPTIONS, batch_tokens=11)).generate(asked), completions)
     for request, completion in zip(asked, completions, strict=True):
         tokens, logprobs = slowly(model, request, guess=completion.tokens, attention=InBlocks)
         assert completion.tokens == tokens
@@ -132,6 +139,38 @@ def test_the_engine_sees_its_own_block_as_it_is_and_those_before_in_4_bits(small
                 attend = partial(InBlocks, wrong=wrong)
                 other, control = slowly(model, request, guess=tokens, attention=attend)
                 assert other != tokens or control != pytest.approx(logprobs, abs=1e-4), wrong
+
+
+def test_chunks_that_are_read_together_see_what_each_sees_alone() -> None:
+    """They begin within blocks, and one has no decoded block before it."""
+    layers = [LayerCache(((2, 8), (2, 8)), None)]
+    generator = torch.Generator().manual_seed(0)
+    entries = [[torch.randn(40, heads, 8, generator=generator).double() for heads in (4, 2, 2)] for _ in range(3)]
+    parts = ((6, 19), (1, 12), (9, 30))
+    blocks = [tuple(range(8 * number, 8 * number + 8)) for number in range(3)]
+
+    def attended(together: bool) -> torch.Tensor:
+        pool = CachePool(
+            layers, blocks=24, block=BLOCK, dtype=torch.float64, device=torch.device("cpu"), cache="int4", slots=3,
+            newest=BLOCK,
+        )  # fmt: skip
+        outputs = []
+
+        def run(numbers: tuple[int, ...], *, first: bool) -> None:
+            ranges = [(0, parts[number][0]) if first else parts[number] for number in numbers]
+            pairs = list(zip(numbers, ranges, strict=True))
+            plan = Plan(chunks=tuple(Chunk(n, start, stop, blocks[n], stop, slot=n) for n, (start, stop) in pairs))
+            pool.carry_out(plan)
+            q, k, v = (torch.cat([entries[n][at][start:stop] for n, (start, stop) in pairs]) for at in range(3))
+            outputs.append(pool.attend(plan)(0, q, Keys((k, v)), scale=0.3, window=11, softcap=None))
+
+        for first in (True, False):
+            for numbers in ((0, 1, 2),) if together else ((0,), (1,), (2,)):
+                run(numbers, first=first)
+        return torch.cat(outputs)
+
+    alone = attended(together=False)
+    assert (attended(together=True) - alone).abs().max() < 1e-12 < alone.abs().max()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": {"kind": "lora", "init": "olora"}},
     "prompt": {"adapter": {"kind": "prompt", "tokens": 3}},
     "qlora": {"adapter": "lora", "quantization": {"kind": "nf4", "block": 32}},
+    "fp8": {"rollout": {"cache": "fp8", "block": 4}},
+    "int8": {"rollout": {"cache": "int8", "block": 4}},
+    "int4": {"rollout": {"cache": "int4", "block": 4}},
 }
+CACHES = ("fp8", "int8", "int4")
+WITH_CACHES = [(2, "tensor"), (2, "pipeline"), (4, "tensor"), (4, "tensor+pipeline")]
 WITH_ADAPTERS = ("zero3 in step", "tensor+sequence", "zero2+tensor", "pipeline", "tensor+pipeline")
 EXACT = [(2, layout) for layout in ("ddp", "zero2", "zero3", "zero3 in step")]
 CASES = [
@@ -62,7 +68,13 @@ CASES = [
     for size, layouts in LAYOUTS.items()
     for layout in layouts
     for kind in KINDS
-    if ((size, layout) in EXACT if kind == "exact" else kind == "full" or layout in WITH_ADAPTERS)
+    if (
+        (size, layout) in EXACT
+        if kind == "exact"
+        else (size, layout) in WITH_CACHES
+        if kind in CACHES
+        else kind == "full" or layout in WITH_ADAPTERS
+    )
     and not (kind == "prompt" and "pipeline" in layout)  # virtual tokens begin at the embedding
 ]
 
@@ -88,7 +100,11 @@ def found(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Answer
     many: dict[tuple[int, str, str], list[list[Completion]]] = {}
     for size, layouts in LAYOUTS.items():
         changes = {
-            f"{layout}|{kind}": {**KINDS[kind], "parallel": layouts[layout][0], "rollout": layouts[layout][1]}
+            f"{layout}|{kind}": {
+                **KINDS[kind],
+                "parallel": layouts[layout][0],
+                "rollout": {**KINDS[kind].get("rollout", {}), **layouts[layout][1]},
+            }
             for case_size, layout, kind in CASES
             if case_size == size
         }
@@ -119,6 +135,8 @@ def test_answers_of_another_model_are_noticed(found: Answers) -> None:
     """The comparison finds an adapter that has an effect, a log-probability that is off by little, and rounding."""
     assert max(difference(found.many[2, layout, "full"][0], found.one["full"]) for _, layout in EXACT) > 0
     assert difference(found.one["prompt"], found.one["full"]) > 1e-3
+    for cache, other in itertools.pairwise(("full", *CACHES)):
+        assert difference(found.one[cache], found.one[other]) > 1e-4
     wanted = found.one["full"]
     off = wanted[1].logprobs[2]
     wanted[1].logprobs[2] += 1e-4

@@ -952,10 +952,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "inference/grouped_attention.py",
-        "before, own = (0, start - first * block), (start + moved, stop + moved)",
-        "before, own = (0, max(0, start - first * block - 1)), (start + moved, stop + moved)",
+        "before // block >= of_rows",
+        "before // block >= of_rows[:1]",
         "inference/test_grouped_blocks.py",
         "own_block",
+    ),
+    Mutation(
+        "inference/grouped_attention.py",
+        "own_at += each.chunk.stop - each.begin",
+        "own_at += each.chunk.stop - each.chunk.start",
+        "inference/test_grouped_blocks.py",
+        "read_together",
     ),
     Mutation(
         "inference/decode_buffers.py",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class GroupedBlocks:
 
     @property
     def _format(self) -> Format:
-        return Format("int4", group_of(self.number), "bfloat16", "offset")
+        return _format_of(self.number)
 
     def new_empty(self, size: int) -> Tensor:
         """Returns uninitialised memory for so many decoded numbers."""
@@ -76,6 +77,11 @@ class GroupedBlocks:
     def _decoded(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., : self.newest.shape[-1]]
         return Scaled(both, scales, self._format, zeros).decode(self.newest.dtype)
+
+
+@cache
+def _format_of(number: int) -> Format:
+    return Format("int4", group_of(number), "bfloat16", "offset")
 
 
 def _packed(codes: Tensor) -> Tensor:
@@ -144,7 +150,7 @@ class NewestTokens:
         if self._full is not None:
             numbers, places = self._full
             of_blocks = entries.index_select(0, places).unflatten(0, (-1, self._block))  # [U, B, *lead, C]
-            blocks.encode_into(numbers, of_blocks.movedim(1, -2))
+            blocks.encode_into(numbers, of_blocks.movedim(1, -2).contiguous())
         if self._kept is not None:
             ring.index_copy_(0, self._kept[0], entries.index_select(0, self._kept[1]))
         return entries

@@ -165,22 +165,27 @@ class _OfSequence:
         tokens = chunk.stop - first * block
         stored = self.pool.gather(layer, self._blocks[first], tokens)
         segment = Segment(chunk.start - first * block, tokens, ((0, tokens),))
-        return over_segments((segment,), q, stored, range(first * block, chunk.stop), keys, scoring)
+        settings = BlockSettings((segment,), scoring.scale, window, scoring.softcap)
+        return over_stored(settings, q, stored, range(first * block, chunk.stop), keys, scoring.sinks)
 
 
-def over_segments(
-    segments: tuple[Segment, ...],
+def over_stored(
+    settings: BlockSettings,
     q: Tensor,
     stored: tuple[Tensor, ...],
     positions: Sequence[int],
     keys: Keys,
-    scoring: Scoring,
+    sinks: Tensor | None,
+    *,
+    longest: int | None = None,
 ) -> Tensor:
-    """Attention of the queries of segments [queries, H, C] to stored entries [S, *lead, C] -> [queries, H, W].
+    """Attention of queries [queries, H, C] to stored entries [S, *lead, C] -> [queries, H, W].
 
-    positions: [S] of the entries in their sequence. keys: how they become keys and values.
+    positions: [S] of the entries in their sequences. keys: how they become keys and values. longest: the most queries
+    of one sequence, where there are several.
     """
-    absorb = keys.absorb if keys.absorb is not None and len(q) < keys.absorb.fewest_expanded else None
+    queries = len(q) if longest is None else longest
+    absorb = keys.absorb if keys.absorb is not None and queries < keys.absorb.fewest_expanded else None
     if absorb is not None:
         q = absorb.queries(q)
         k, v = absorbed_keys(stored, absorb)
@@ -188,8 +193,7 @@ def over_segments(
         k, v = keys.expand(stored, torch.tensor(positions, device=q.device))
     else:
         k, v = stored  # [S, K, C]
-    settings = BlockSettings(segments, scoring.scale, scoring.window, scoring.softcap)
-    out: Tensor = BlockAttention.apply(q, k, v, settings, scoring.sinks)
+    out: Tensor = BlockAttention.apply(q, k, v, settings, sinks)
     return out if absorb is None else absorb.outputs(out)
 
 

@@ -25,6 +25,8 @@ class BlockSettings:
     scale: float
     window: int | None
     softcap: float | None
+    query_blocks: tuple[QueryBlock, ...] = ()
+    """The blocks of q where these are not those of segments."""
 
     @property
     def first_query(self) -> int:
@@ -32,20 +34,22 @@ class BlockSettings:
         return self.segments[0].start
 
     @cached_property
-    def blocks(self) -> tuple[_Block, ...]:
+    def blocks(self) -> tuple[QueryBlock, ...]:
         """All blocks of query rows, in order."""
-        blocks: list[_Block] = []
+        if self.query_blocks:
+            return self.query_blocks
+        blocks: list[QueryBlock] = []
         for segment in self.segments:
             window = None if self.window is None or self.window >= segment.path_length else self.window
             for start in range(segment.start, segment.stop, BLOCK_ROWS):
                 stop = min(start + BLOCK_ROWS, segment.stop)
                 rows = slice(start - self.first_query, stop - self.first_query)
-                blocks.append(_Block(rows, segment.keys_of_any(start, stop, window), segment.before > 0, window))
+                blocks.append(QueryBlock(rows, segment.keys_of_any(start, stop, window), segment.before > 0, window))
         return tuple(blocks)
 
 
 @dataclass(frozen=True)
-class _Block:
+class QueryBlock:
     """Query rows of one segment and the ranges of keys they see, of which the last ends at the last row.
 
     Rows are filled up with zeros at the end to B = `rows`, and keys by as many. The keys of a branch are filled up
@@ -57,6 +61,8 @@ class _Block:
     ranges: tuple[Range, ...]  # of k and v
     is_branch: bool
     window: int | None
+    unseen: Tensor | None = None
+    """[rows, keys] bool, without those that fill up: the keys that rows do not see, where it is not by their order."""
 
     @cached_property
     def rows(self) -> int:
@@ -100,7 +106,13 @@ class _Block:
         """Sets the scores [.., B, L] of keys that queries do not see to -inf."""
         if self.filled_before:
             scores[..., : self.filled_before] = float("-inf")
-        _hide(scores[..., self.filled_before :], self.window)
+        scores = scores[..., self.filled_before :]
+        if self.unseen is None:
+            _hide(scores, self.window)
+            return
+        rows, keys = self.unseen.shape
+        scores[..., :rows, :keys].masked_fill_(self.unseen, float("-inf"))
+        scores[..., :rows, keys:] = float("-inf")
 
 
 def _filled(x: Tensor, ranges: Sequence[Range], before: int, size: int) -> Tensor:
@@ -217,7 +229,9 @@ class _Weights:
         return cls(next(tensors), slope, of_sinks)
 
 
-def _weights_of(block: _Block, settings: BlockSettings, grouped: Tensor, k: Tensor, sinks: Tensor | None) -> _Weights:
+def _weights_of(
+    block: QueryBlock, settings: BlockSettings, grouped: Tensor, k: Tensor, sinks: Tensor | None
+) -> _Weights:
     """grouped [queries, K, G, C] queries by the head they look at, k [T, K, C], sinks [H]."""
     kv_heads, groups = grouped.shape[1:3]
     queries = by_head(block.queries(grouped))  # [K, G*B, C]
@@ -257,7 +271,7 @@ def by_head(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3).reshape(kv_heads, groups * rows, width)
 
 
-def _by_token(x: Tensor, block: _Block) -> Tensor:
+def _by_token(x: Tensor, block: QueryBlock) -> Tensor:
     """[K, G*B, C] -> [rows, H, C], the way back, without the rows that only fill the block."""
     kv_heads, _, width = x.shape
     real = x.view(kv_heads, -1, block.rows, width)[:, :, : block.real.stop - block.real.start]
