@@ -63,6 +63,7 @@ PARTS = {
 
 _OF_TEXTS = "the words of a text, which are what is counted"
 ALLOWED = {
+    ("curation/decontaminate.py", "words"): _OF_TEXTS,
     ("curation/duplicates.py", "words"): _OF_TEXTS,
     ("curation/near_duplicates.py", "words"): _OF_TEXTS,
     ("curation/quality/gopher.py", "words"): _OF_TEXTS,

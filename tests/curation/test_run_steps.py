@@ -113,6 +113,7 @@ def test_two_rows_of_one_place_are_refused() -> None:
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     require.cache_clear()
     monkeypatch.setitem(sys.modules, "stdnum", None)
+    monkeypatch.setitem(sys.modules, "stdnum.luhn", None)
     with pytest.raises(ResourceError, match=r"needs the package python-stdnum.*pip install 'danlu\[data\]'"):
         require("stdnum.luhn")
     require.cache_clear()
