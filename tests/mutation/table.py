@@ -1117,6 +1117,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "blocks_that",
     ),
     Mutation(
+        "planning/offload_seconds.py",
+        "gathers = 2 * micro_batches if",
+        "gathers = micro_batches if",
+        "planning/test_offload_seconds.py",
+    ),
+    Mutation(
+        "planning/offload_seconds.py",
+        "seconds = 2 * state / (PAGED * card.pcie)",
+        "seconds = state / (PAGED * card.pcie)",
+        "planning/test_offload_seconds.py",
+    ),
+    Mutation(
         "planning/layout_problems.py",
         "if not other.config.has_experts:",
         "if other.config.has_experts:",

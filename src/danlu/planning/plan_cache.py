@@ -14,7 +14,7 @@ from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.layout import Layout
 from danlu.planning.chunk_costs import LayerTimes, chunk_bytes
 from danlu.planning.primitives import OperationWork, PassSeconds
-from danlu.planning.rank_memory import RankStates, rank_states
+from danlu.planning.rank_memory import RankStates, moves_from_card, rank_states
 from danlu.planning.rank_tensors import RankTensor
 from danlu.planning.stage_kinds import StageKinds
 from danlu.planning.step_walk import ChunkCost
@@ -35,12 +35,15 @@ class StageStates:
     """The seconds of clipping and of the optimizer's step."""
     costs: dict[Hashable, ChunkCost] = field(default_factory=dict)
     """The bytes of its chunks, by what they depend on."""
+    copied: dict[Hashable, int] = field(default_factory=dict)
+    """The bytes that their passes copy to the host, by what they depend on."""
 
 
 class PlanCache:
     """Computes each of these once.
 
-    It is for workloads that differ in nothing but `parallel`, `batch.micro` and the kind of `memory.recompute`.
+    It is for workloads that differ in nothing but `parallel`, `batch.micro`, `memory.offload` and the kind of
+    `memory.recompute`.
     """
 
     def __init__(self, workload: Workload, target: Target, times: LayerTimes | None = None) -> None:
@@ -56,7 +59,7 @@ class PlanCache:
         """The states of a stage; those of stages that are alike are one object."""
         section = workload.recipe.parallel
         inside = replace(layout, pipeline=1), section.shard, section.prefetch, section.reduces_each_micro_batch
-        key = self.kinds.of_stage(workload, stage), inside
+        key = self.kinds.of_stage(workload, stage), inside, tuple(workload.recipe.memory.offload)
         if key not in self._stages:
             self._stages[key] = self._states_of(workload, layout, stage)
         return self._stages[key]
@@ -72,6 +75,10 @@ class PlanCache:
             if recipe.trained_quantization is not None:
                 work.append(_encoding_work(workload, states))
             update = PassSeconds.of(work, self.times.speeds)
+            if moves_from_card(workload, device_type):
+                from danlu.planning.offload_seconds import update_seconds  # here: few recipes offload
+
+                update = update_seconds(workload, layout, states, work, update, self._target.cluster.card)
         return StageStates(workload.chunks(stage), states, update)
 
     def costs_of(self, workload: Workload, layout: Layout, stage: StageStates, micro: int) -> list[ChunkCost]:
@@ -92,6 +99,20 @@ class PlanCache:
                 stage.costs[key] = replace(cost, reduce_buffer=_reduce_buffer(section, layout, cost.gradients))
             costs.append(stage.costs[key])
         return costs
+
+    def copied_of(self, workload: Workload, stage: StageStates, micro: int) -> list[int]:
+        """The bytes that a micro-batch's passes through each chunk of a stage send to the host and back."""
+        from danlu.planning.offload_seconds import kept_bytes
+
+        section, recompute = workload.recipe.parallel, workload.recipe.memory.recompute
+        settings = micro, section.sequence, section.context, recompute.kind, recompute.layers
+        copied = []
+        for chunk in stage.chunks.local:
+            key = self.kinds.of_chunk(stage.chunks, chunk), settings
+            if key not in stage.copied:
+                stage.copied[key] = kept_bytes(workload, stage.chunks, chunk, micro, self._target)
+            copied.append(stage.copied[key])
+        return copied
 
 
 def _encoding_work(workload: Workload, states: RankStates) -> OperationWork:

@@ -75,8 +75,7 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
     )
     trained = {each.name: each.shape for each in own if each.whole.trained}
     trained |= {f"{VALUE}.{each.name}": each.shape for each in critic}
-    is_paged = _is_paged(workload, device_type)
-    optimizer = optimizer_bytes(recipe.optimizer, trained, paged=is_paged)
+    optimizer = optimizer_bytes(recipe.optimizer, trained, paged=is_paged(workload, device_type))
     average = average_bytes(trained.values()) if recipe.ema is not None else 0
     by_role = {
         "policy": _bytes(own) + _bytes(originals),
@@ -95,7 +94,7 @@ def _states(workload: Workload, layout: Layout, stage: int, tensor_rank: int, de
         logits=0,
     )
     offloaded = optimizer.state - optimizer.resident
-    if _is_on_host(workload, layout, device_type):
+    if is_on_host(workload, layout, device_type):
         offloaded += parts.total
         parts = replace(parts, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
     gathered, gradients = gathered_bytes_of(workload, own)
@@ -117,14 +116,20 @@ def _bytes(tensors: Iterable[RankTensor]) -> int:
     return sum(each.bytes for each in tensors)
 
 
-def _is_paged(workload: Workload, device_type: str) -> bool:
+def moves_from_card(workload: Workload, device_type: str) -> bool:
+    """Whether `memory.offload`, or a paged optimizer, moves something from a card to the host."""
+    recipe = workload.recipe
+    return device_type != "cpu" and (bool(recipe.memory.offload) or isinstance(recipe.optimizer, sections.PagedAdamW))
+
+
+def is_paged(workload: Workload, device_type: str) -> bool:
     """Whether the optimizer's state lies in pages, of which one parameter's is on the device at a time."""
     recipe = workload.recipe
     leaves_device = device_type != "cpu" or recipe.memory.folder is not None
     return isinstance(recipe.optimizer, sections.PagedAdamW) or ("optimizer" in recipe.memory.offload and leaves_device)
 
 
-def _is_on_host(workload: Workload, layout: Layout, device_type: str) -> bool:
+def is_on_host(workload: Workload, layout: Layout, device_type: str) -> bool:
     """Whether shards of parameters lie in the host's memory."""
     recipe = workload.recipe
     is_shared = layout.data * layout.context > 1

@@ -24,7 +24,7 @@ from danlu.planning.host_memory import host_bytes
 from danlu.planning.pipeline_split import num_chunks
 from danlu.planning.plan_cache import PlanCache, StageStates
 from danlu.planning.primitives import PassSeconds
-from danlu.planning.rank_memory import RankStates
+from danlu.planning.rank_memory import RankStates, micro_batches_in_flight
 from danlu.planning.rollout_lengths import draws_answers
 from danlu.planning.stage_collectives import SILENT, StageCollectives, stage_collectives
 from danlu.planning.step_plan import HostBytes, RankMemory, RlSeconds, StagePlan, StepPlan, StepSeconds
@@ -189,7 +189,13 @@ class StepPlanner:
         return _memory(states, peak_bytes(self._lists[stage], costs, self._rank_cost(states)))
 
     def _host_bytes(self, stage: int) -> HostBytes:
-        return host_bytes(self.workload, self._stages[stage].states, self.layout, self.target.device_type)
+        states, workload = self._stages[stage], self.workload
+        own = host_bytes(workload, states.states, self.layout, self.target.device_type)
+        if not self._copies_activations:
+            return own
+        copied = sum(self._cache.copied_of(workload, states, self._largest))
+        in_flight = min(self.micro_batches, micro_batches_in_flight(workload.recipe.parallel.pipeline, stage))
+        return replace(own, step=own.step + math.ceil(in_flight * copied))
 
     @cached_property
     def _device_memory(self) -> tuple[list[MemoryParts], list[RankMemory]]:
@@ -240,6 +246,26 @@ class StepPlanner:
         seconds = model_seconds(self.workload, self.micro, self.target, self._cache.times)
         return [seconds.of(span) for span in self.workload.chunks(0).layers]
 
+    @property
+    def _copies_activations(self) -> bool:
+        """Whether activations of a card wait in the host's memory."""
+        return "activations" in self.workload.recipe.memory.offload and self.target.device_type != "cpu"
+
+    @cached_property
+    def _copying_seconds(self) -> list[PassSeconds] | None:
+        """The same with what waits for activations to be copied to the host and back."""
+        seconds, workload = self._chunk_seconds, self.workload
+        if seconds is None or not self._copies_activations:
+            return seconds
+        from danlu.planning.offload_seconds import pass_seconds  # here: few recipes offload
+
+        copying = [*seconds]
+        for stage, states in enumerate(self._stages):
+            copied = self._cache.copied_of(workload, states, self.micro)
+            for chunk, count in zip(workload.chunks(stage).local, copied, strict=True):
+                copying[chunk] = pass_seconds(seconds[chunk], count, self.target.cluster.card)
+        return copying
+
     @cached_property
     def _collectives(self) -> list[StageCollectives]:
         """The collectives of each stage; without seconds of layers their bytes alone."""
@@ -284,7 +310,7 @@ class StepPlanner:
     @cached_property
     def _costs(self) -> list[ChunkCost]:
         """The cost of each chunk of the model, with its seconds."""
-        if (seconds := self._chunk_seconds) is None:
+        if (seconds := self._copying_seconds) is None:
             return self._bytes
         costs = list(self._bytes)
         for stage, collectives in enumerate(self._collectives):
@@ -305,9 +331,21 @@ class StepPlanner:
     @property
     def _updates(self) -> list[float]:
         """Seconds of each stage's update, with the collectives in front of it that nothing hides."""
-        return [
+        updates = [
             own.update.forward + of_stage.at_end for own, of_stage in zip(self._stages, self._collectives, strict=True)
         ]
+        return [seconds + self._shards_seconds(stage) for stage, seconds in enumerate(updates)]
+
+    def _shards_seconds(self, stage: int) -> float:
+        """Seconds by which a step is longer for shards of parameters that lie in the host's memory."""
+        seconds, workload = self._chunk_seconds, self.workload
+        if seconds is None or "parameters" not in workload.recipe.memory.offload:
+            return 0.0
+        from danlu.planning.offload_seconds import shards_seconds
+
+        chunks = [seconds[chunk] for chunk in workload.chunks(stage).local]
+        states, card = self._stages[stage].states, self.target.cluster.card
+        return shards_seconds(workload, self.layout, states, self.micro_batches, card, chunks)
 
     @property
     def _fewest(self) -> int:
@@ -328,7 +366,7 @@ class StepPlanner:
 
     def _step_seconds(self) -> StepSeconds | None:
         """The seconds of the step, with the operations of the stage that computes longest."""
-        seconds, micro_batches = self._chunk_seconds, self.micro_batches
+        seconds, micro_batches = self._copying_seconds, self.micro_batches
         if seconds is None:
             return None
         by_stage = []
@@ -340,6 +378,8 @@ class StepPlanner:
                 kinds["accumulation"] += (micro_batches - 1) * seconds[chunk].accumulation
             for kind, of_kind in own.update.by_kind.items():
                 kinds[kind] += of_kind
+            if shards := self._shards_seconds(stage):
+                kinds["offload"] += shards
             by_stage.append(dict(kinds))
         waiting = self._collectives
         busy = [sum(kinds.values()) + waited.exposed for kinds, waited in zip(by_stage, waiting, strict=True)]
