@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders.small_layers import recomputed, saved_bytes, small_decoder
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.assembly.arithmetic import set_arithmetic
+from danlu.core.types import Pack, Sample
 from danlu.core.weight_gradients import DeferredWeightGradients
+from danlu.data.batch import collate, pad_to_bucket
 from danlu.memory import activation_offload
 from danlu.memory.activation_offload import offload_for
 from danlu.memory.layer_plan import Kind
@@ -27,6 +30,7 @@ from danlu.numerics.format import Scaled
 from danlu.numerics.products import product
 from danlu.recipe import sections
 from danlu.recipe.sections import Fp8Products
+from danlu.stages.roles import DecoderPass
 
 LENGTHS = (40, 90)
 _PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "mv")
@@ -192,6 +196,41 @@ def test_weight_gradients_may_be_put_off(feed: str | None) -> None:
     assert len({each.data_ptr() for each in codes}) == (3 if feed is None else 5)
     queue.accumulate()
     assert_same({name: each.grad for name, each in model.named_parameters() if each.grad is not None}, want)
+
+
+PADDED: list[Any] = [
+    (None, None, None),
+    ("full", None, "experts"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("elementwise", None, None), (None, None, "experts"), ("selective", "latent", None))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "mixer", "feed"), PADDED)
+def test_tokens_that_fill_a_batch_up_have_no_part_in_a_scale_of_all(
+    kind: Kind | None, mixer: str | None, feed: str | None
+) -> None:
+    """The control: products that are not given the number of the other ones."""
+    tokens = np.arange(1, sum(LENGTHS) + 1, dtype=np.int32) % 60 + 1
+    batch = collate([Pack((Sample(tokens, np.ones(len(tokens), np.float32) * (np.arange(len(tokens)) > 0), "row"),))])
+    results = []
+    for multiple, knows in ((1, True), (96, True), (96, False)):
+        model = fp8_decoder(mixer, feed, recipe="tensor", layers=2)
+        with torch.no_grad():
+            model.embed_tokens.weight[0] = 10 * torch.eye(1, model.config.hidden_size)  # its norm has a large feature
+        model = model if kind is None else recomputed(model, kind)
+        if not knows:
+            model.real_rows = None
+        filled = pad_to_bucket(batch, multiple)
+        assert len(filled.tokens) == {1: 132, 96: 192}[multiple]
+        decoder = DecoderPass(model, model, torch.float32)
+        hidden = decoder.hidden(batch, filled, PackedAttention(filled.boundaries), 0, None)[: len(tokens)]
+        model.logits(hidden).float().logsumexp(-1).sum().backward()
+        results.append(torch.cat([each.grad.flatten() for each in model.layers.parameters() if each.grad is not None]))
+    alone, padded, control = results
+    assert (padded - alone).norm() < 1e-5 * alone.norm() and (control - alone).norm() > 1e-2 * alone.norm()
 
 
 def test_layers_that_share_an_input_keep_it_once() -> None:

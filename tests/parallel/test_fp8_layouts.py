@@ -35,6 +35,8 @@ CASES = {
     "tensor": Case({"tensor": 2}),
     "tensor, sequence, row": Case({"tensor": 2, "sequence": True}, recipe="row"),
     "tensor, tensor": Case({"tensor": 2}, "narrow", "tensor"),
+    "tensor, sequence, tensor": Case({"tensor": 2, "sequence": True}, "narrow", "tensor"),
+    "tensor of experts, sequence, tensor": Case({"tensor": 2, "sequence": True}, "experts", "tensor"),
     "tensor of experts, tensor": Case({"tensor": 2}, "experts", "tensor"),
     "tensor, mxfp8": Case({"tensor": 2}, recipe="mxfp8"),
     "tensor, half a block": Case({"tensor": 2}, "narrow"),

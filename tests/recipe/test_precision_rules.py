@@ -20,7 +20,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tensor", {"numerics": "exact"}, "precision.recipe: one scale of a whole tensor changes"),
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
     ("tensor", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has other tokens"),
-    ("tensor", {"parallel": {"tensor": 2, "sequence": True}}, "parallel.sequence: tokens are filled up for ranks"),
     ("tensor", {"parallel": {"expert": 2}}, "parallel.expert: a rank has other rows of experts"),
     ("mxfp8", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has a part of the tokens"),
     ("mxfp8", {"parallel": {"expert": 2}}, "parallel.expert: a rank has a part of the rows"),
@@ -44,7 +43,7 @@ def test_layouts_have_8_bit_products() -> None:
     for parallel in ({"shard": "zero3"}, {"pipeline": {"stages": 2}}, {"expert": 2}, {"context": {"size": 2}}):
         assert not messages({"kind": "fp8", "recipe": "tile"}, parallel=parallel)
     for kind in ("mxfp8", "tensor"):
-        assert not messages({"kind": "fp8", "recipe": kind}, parallel={"tensor": 2})
+        assert not messages({"kind": "fp8", "recipe": kind}, parallel={"tensor": 2, "sequence": True})
 
 
 def test_a_policy_gradient_corrects_what_its_rollouts_do_not_round() -> None:

@@ -10,7 +10,7 @@ from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import LinearCut
-from danlu.numerics.arithmetic import Fp8Arithmetic, Sharing
+from danlu.numerics.arithmetic import Fp8Arithmetic, Sharing, real_rows
 from danlu.recipe.sections import Fp8Products
 
 _BEHIND_ATTENTION = "o_proj"
@@ -39,6 +39,7 @@ def set_arithmetic(
             arithmetic = Fp8Arithmetic(section.recipe, behind_attention=is_behind, sharing=shared)
             by_kind[shared, is_behind] = arithmetic
         module.arithmetic = by_kind[shared, is_behind]
+    model.real_rows = real_rows if section.recipe == "tensor" else None
 
 
 def encoded_in_rollouts(model: Decoder) -> Iterator[Linear | GroupedLinear]:

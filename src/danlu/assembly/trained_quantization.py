@@ -13,7 +13,7 @@ T tokens · O, I outputs and inputs of a layer · r rank · G groups of rows, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,10 @@ class RoundedWeights:
     def rounding(self) -> RoundedWeights:
         """This: rollouts multiply with the same weights."""
         return self
+
+    def rows_of_tokens(self, tokens: Tensor) -> AbstractContextManager[None]:
+        """Does nothing: rows have no scale."""
+        return nullcontext()
 
     def weights_changed(self) -> None:
         """Called when weights were updated."""

@@ -175,6 +175,8 @@ class LinearArithmetic(Protocol):
         self, grad: Tensor, kept: Sequence[Tensor], counts: Tensor
     ) -> Tensor: ...  # [N, O], [G] -> [G, O, I] float32
 
+    def rows_of_tokens(self, tokens: Tensor) -> AbstractContextManager[None]: ...  # in which x [N, I] are those of [N]
+
     @property
     def keeps_codes(self) -> bool: ...  # whether inputs are kept in few bits
 

@@ -58,6 +58,24 @@ def recomputed_within(surroundings: Surroundings) -> Iterator[None]:
         _surroundings = before
 
 
+@contextmanager
+def recomputed_also_within(surroundings: Surroundings) -> Iterator[None]:
+    """Enters the context of `surroundings` as `recomputed_within` does, inside that which frames have already."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with before(), surroundings():
+            yield
+
+    global _surroundings
+    before, _surroundings = _surroundings, both
+    try:
+        with surroundings():
+            yield
+    finally:
+        _surroundings = before
+
+
 class RecomputedFunction:
     """A function (tensors and other arguments) -> one tensor, each call of which is a frame.
 

@@ -10,6 +10,7 @@ T packed tokens · D model width · R rotated features of a head · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -199,6 +200,9 @@ class Decoder(nn.Module):
         """The part of the vocabulary that this process has, where it is cut over processes; None otherwise."""
         self.rounding: WeightRounding | None = None
         """Rounds the weights of linear layers to the format that they are trained for; None: they are as they are."""
+        self.real_rows: Callable[[int], AbstractContextManager[None]] | None = None
+        """Makes the context in which products leave the tokens behind the first so many out of their scales; None: none
+        has a scale of all tokens."""
         self.device_map: DeviceMap | None = None
         """The devices of the model's parts, where they are on several devices of one process; None otherwise."""
 

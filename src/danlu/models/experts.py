@@ -10,6 +10,7 @@ T packed tokens · k experts of a token · N rows, k T of them · D model width 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -198,7 +199,11 @@ class MoE(nn.Module):
         routes = self.router(x)
         x = x if self.input_norm is None else self.input_norm(x)
         order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
-        return order.weighted_sum(self.experts(self.rows_by_expert(x, order), order.counts), routes.weights)
+        rows = self.rows_by_expert(x, order)
+        arithmetic = self.experts.gate_proj.own_arithmetic
+        with nullcontext() if arithmetic is None else arithmetic.rows_of_tokens(order.tokens):
+            outputs = self.experts(rows, order.counts)
+        return order.weighted_sum(outputs, routes.weights)
 
     def rows_by_expert(self, x: Tensor, order: RowOrder) -> Tensor:
         """x [T, D] -> [N, D], the row of each of a token's experts."""
@@ -271,6 +276,11 @@ class RowOrder:
             order = order[: int(counts.sum())]
             places = places.clamp_(max=len(order))
         return cls(order, places.view_as(experts), counts)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[N] int64: the token of each row."""
+        return self.order // self.places.shape[1]
 
     def rows_of(self, x: Tensor) -> Tensor:
         """x [T, D] -> [N, D], the row of each of a token's experts."""

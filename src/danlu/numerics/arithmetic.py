@@ -8,8 +8,9 @@ Recipes, of the factors of y = x W^T, of dx = g W and of dW = g^T x:
   rounded to E5M6 instead; attention keeps that tensor itself, so it is kept as it is and rounded when dW is made.
 - row, row-with-bf16-weight-gradient: a row or column along what is contracted, with powers of two (torchao's rowwise
   and rowwise_with_gw_hp, which multiplies g with one scale for all of W).
-- tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise). Tensor ranks that have
-  parts of a factor take the largest magnitude of all parts: their codes are those of one process.
+- tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise). Tokens that only fill a
+  batch up are multiplied as zeros (`real_rows`), which take no part in it; their gradients are zeros too. Tensor ranks
+  that have parts of a factor take the largest magnitude of all parts: their codes are those of one process.
 - mxfp8: 32 numbers along what is contracted with an E8M0 scale (OCP Microscaling formats 1.0).
 
 Other blocks, as ranks have them that share features or tokens, change no number of tile and row by much: where a scale
@@ -23,10 +24,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
@@ -86,6 +90,23 @@ BEHIND_ATTENTION = Format("e5m6", (1, _TILE), scale="power-of-two")
 """The format that tile rounds the input of a layer behind attention to, for the gradient of its weight."""
 
 
+_REAL: ContextVar[int | Tensor | None] = ContextVar("real rows", default=None)
+"""The number of rows that are no padding, which come first; or [N] bool, of each row whether it is none."""
+
+
+@contextmanager
+def real_rows(real: int | Tensor) -> Iterator[None]:
+    """Enters a context in which rows of inputs that are padding have no part in the scale of all rows.
+
+    real: the number of rows that are none, which come first; or [N] bool, whether each row is none.
+    """
+    token = _REAL.set(real)
+    try:
+        yield
+    finally:
+        _REAL.reset(token)
+
+
 class Sharing(NamedTuple):
     """The ranks that have parts of a layer's factors, each of which has one scale; None: this rank has all of it."""
 
@@ -107,7 +128,7 @@ class Fp8Arithmetic:
 
     def __init__(self, recipe: str, *, behind_attention: bool = False, sharing: Sharing | None = None) -> None:
         self.recipe = recipe
-        self.sharing = sharing if sharing is not None and recipe == "tensor" else Sharing()
+        self.sharing = sharing if sharing is not None and self._has_one_scale else Sharing()
         self.formats = RECIPES[recipe]
         self.behind_attention = behind_attention and recipe == "tile"
 
@@ -138,6 +159,15 @@ class Fp8Arithmetic:
         scaled = from_bytes(row_bytes, self.formats.x, features)
         return scaled.codes, scaled.scales
 
+    def rows_of_tokens(self, tokens: Tensor) -> AbstractContextManager[None]:
+        """Enters a context in which rows are those of `tokens` [N] int64, as experts have them."""
+        real = _REAL.get() if self._has_one_scale else None
+        return nullcontext() if real is None else real_rows(tokens < real)
+
+    @property
+    def _has_one_scale(self) -> bool:
+        return self.recipe == "tensor"
+
     def keep(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that the backward pass is left of x [T, I]."""
         return self._kept(x, None)
@@ -152,7 +182,7 @@ class Fp8Arithmetic:
 
     def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns x [T, I] times each of the weights [O, I], [T, O] in x's dtype, and the tensors kept of x."""
-        scaled = _encoded(x, self.formats.x, self.sharing.x)
+        scaled = self._input(x, self.formats.x)
         factors = (_encoded(weight.to(x.dtype), self.formats.weight, self.sharing.weight) for weight in weights)
         return tuple(product(scaled, factor, x.dtype) for factor in factors), self._kept(x, scaled)
 
@@ -173,7 +203,7 @@ class Fp8Arithmetic:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Rows x [N, I], those of each layer together, times each of the weights [G, O, I] -> [N, O] in x's dtype, and
         what is kept of x. counts [G]: rows of each layer."""
-        scaled = _encoded(x, self.formats.x, self.sharing.x)
+        scaled = self._input(x, self.formats.x)
         return self._grouped_products(scaled, weights, counts, x.dtype), self._kept(x, scaled)
 
     def grouped_forward_of_kept(
@@ -237,8 +267,17 @@ class Fp8Arithmetic:
             return (x,)
         if scaled is None:
             assert self.formats.kept is not None
-            scaled = _encoded(x, self.formats.kept, self.sharing.x)
+            scaled = self._input(x, self.formats.kept)
         return scaled.codes, scaled.scales
+
+    def _input(self, x: Tensor, form: Format) -> Scaled:
+        """Encodes x [T, I], of which padding is zeros where all rows have one scale."""
+        real = _REAL.get() if self._has_one_scale else None
+        if isinstance(real, Tensor):
+            x = x.masked_fill(~real.unsqueeze(1), 0)
+        elif real is not None and real < len(x):
+            x = F.pad(x[:real], (0, 0, 0, len(x) - real))
+        return _encoded(x, form, self.sharing.x)
 
     def _kept_scaled(self, kept: Sequence[Tensor]) -> Scaled:
         """Returns the kept x as the factor of its layer's weight gradient."""

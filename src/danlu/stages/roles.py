@@ -6,7 +6,7 @@ T packed tokens · N trained targets
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +88,18 @@ class DecoderPass:
             rotation["lengths"] = recorded_lengths(filled).to(filled.tokens.device)
         if self.model.chunks.last > 0:
             rotation |= {"chunk": chunk, "x": x}
-        return self.forward(filled.tokens, filled.positions, attend, self.dtype, **rotation)
+        with self._real_rows(len(batch.tokens)):
+            return self.forward(filled.tokens, filled.positions, attend, self.dtype, **rotation)
+
+    def _real_rows(self, count: int) -> AbstractContextManager[None]:
+        """A context, now and where activations are recomputed, in which padding behind so many tokens is left out of
+        scales of all tokens."""
+        real_rows = self.model.real_rows
+        if real_rows is None:
+            return nullcontext()
+        from danlu.memory.recomputed_function import recomputed_also_within
+
+        return recomputed_also_within(lambda: real_rows(count))
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,11 @@ def _not_cut(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields (key, reason, remedy) of layouts that round other numbers than one process, beyond a bound.
 
     tile and row have none: their scales are powers of two that are rounded up (`numerics.arithmetic.OTHER_BLOCKS`).
-    Tensor ranks take the maximum of recipe tensor. Ranks that cut tokens fill them up to another number than one
-    process, and these take part in it; an expert's rows are those of several micro-batches, each with a scale of its
-    own.
+    Tensor ranks take the maximum of recipe tensor. Context ranks have parts of the tokens that share its scale, and an
+    expert's rows are those of several micro-batches, each with a scale of its own.
     """
     assert recipe.fp8 is not None
     parallel, kind = recipe.parallel, recipe.fp8.recipe
-    if kind == "tensor" and parallel.sequence:
-        reason = "tokens are filled up for ranks to cut, and recipe tensor has one scale of all of them"
-        yield "parallel.sequence", reason, "Leave it out, or use recipe: tile or row"
     for key, degree, part in (
         ("parallel.context.size", parallel.context.size, "tokens"),
         ("parallel.expert", parallel.expert, "rows of experts"),
