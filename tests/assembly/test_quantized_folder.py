@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -148,12 +148,21 @@ def test_transformers_computes_with_the_same_numbers(folders: dict[str, Path], t
 
 
 @pytest.mark.slow
-def test_transformers_rounds_activations_as_danlu_does(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("element", ["int8", "e4m3"])
+def test_transformers_rounds_activations_as_danlu_does(
+    folders: dict[str, Path], tmp_path: Path, element: Literal["int8", "e4m3"]
+) -> None:
     """W8A8; numbers next to a border between two codes may get the other one. The control leaves activations as they
     are."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    export(folders["llama"], tmp_path / "out", Format("int8", (1, 0)), "compressed-tensors", rounds_activations=True)
+    form, is_integer = Format(element, (1, 0)), element == "int8"
+    export(folders["llama"], tmp_path / "out", form, "compressed-tensors", rounds_activations=is_integer)
+    if not is_integer:  # as FP8-dynamic folders have it
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        (scheme,) = config["quantization_config"]["config_groups"].values()
+        scheme["input_activations"] = {"dynamic": True, "num_bits": 8, "strategy": "token", "type": "float"}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.arange(1, 40)
     attend = PackedAttention((0, len(tokens)))

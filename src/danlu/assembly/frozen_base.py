@@ -28,9 +28,9 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import adapter_name, sites_of
+from danlu.numerics.eight_bit_weight import weight_for_eight_bits
 from danlu.numerics.format import MXFP4, MXFP8, NVFP4, Format, Scaled, ScaleKind
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.numerics.integer_weight import IntegerWeight, multiplies_integers
 from danlu.numerics.packing import unpack
 from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 from danlu.numerics.scaled_weight import ScaledWeight
@@ -132,7 +132,7 @@ def load_frozen(
             removed then.
         config: the folder's with another task, where the model is not for the one that it was written for.
         keep_blocks: keep the codes of FP8 with a scale for each block, and of MXFP4, too; else they are dequantised.
-        answers: the model only answers, so that a folder for activations of 8-bit integers (W8A8) is multiplied so.
+        answers: the model only answers, so that a folder for activations in 8 bits, token by token, is multiplied so.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = config or read_config(folder)
@@ -184,7 +184,7 @@ def load_frozen(
         layer_loaded=layer_loaded,
         boxes={} if layer_hook is None else layer_hook.boxes,
         layouts=layouts,
-        keep=partial(_kept, dtype, device, answers and layouts is not None and layouts.multiplies_integers)
+        keep=partial(_kept, dtype, device, answers and layouts is not None and layouts.rounds_activations)
         if keeps
         else None,
         may_keep={f"{name}.weight" for name in linears} - whole - adapters.changed_by_initialization(),
@@ -250,12 +250,11 @@ def _kept(
     codes: Codes | StoredBlocks,
     rows: Sequence[slice],
 ) -> list[ScaledWeight]:
-    """The parts of a weight by its own codes and scales; rounds_activations: multiplied as integers."""
+    """The parts of a weight by its own codes and scales; rounds_activations: multiplied with activations in 8
+    bits."""
     scaled = of_blocks(codes) if isinstance(codes, StoredBlocks) else cast(Scaled, codes)
     parts = [scaled] if len(rows) == 1 else [scaled.box(part, slice(0, scaled.shape[1])) for part in rows]
-    kind: type[ScaledWeight] = ScaledWeight
-    if rounds_activations and multiplies_integers(scaled):
-        kind = IntegerWeight
+    kind = (weight_for_eight_bits(scaled) if rounds_activations else None) or ScaledWeight
     return [kind.of(part, dtype).to(device) for part in parts]
 
 

@@ -62,7 +62,7 @@ class WeightLayout:
     targets: tuple[str, ...] = ("Linear",)
     element: Literal["int", "float"] = "int"
     rounds_activations: bool = False
-    """Whether products take activations as 8-bit integers, rounded token by token, and the weight as such by rows."""
+    """Whether products take activations in 8 bits, rounded token by token: integers or E4M3, as the weight's codes."""
 
     def takes(self, module: str) -> bool:
         """Whether a module is among the targets of compressed-tensors: a class, a name, or "re:" and an expression."""
@@ -167,8 +167,8 @@ class FolderLayouts:
     """Whether a kernel that serves the model is to quantize activations too."""
 
     @property
-    def multiplies_integers(self) -> bool:
-        """Whether all modules are to be multiplied as 8-bit integers (W8A8)."""
+    def rounds_activations(self) -> bool:
+        """Whether all modules are to be multiplied with activations in 8 bits, token by token (W8A8)."""
         return bool(self.layouts) and all(layout.rounds_activations for layout in self.layouts)
 
     def of(self, module: str) -> WeightLayout | None:
@@ -281,9 +281,9 @@ def _scheme(name: str, scheme: Any, format_of_all: Any, where: str) -> WeightLay
         targets=tuple(scheme.get("targets") or ("Linear",)),
         element="float" if is_float else "int",
         rounds_activations=bits == 8
-        and not (is_float or group or block)
+        and not (group or block)
         and weights.get("symmetric", True)
-        and _is_by_token(scheme.get("input_activations")),
+        and _is_by_token(scheme.get("input_activations"), "float" if is_float else "int"),
     )
 
 
@@ -291,9 +291,13 @@ _BY_TOKEN: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True,
 """Activations as integers that are scaled token by token, as the schemes W8A8 of compressed-tensors have them."""
 
 
-def _is_by_token(activations: Any) -> bool:
+def _is_by_token(activations: Any, kind: Literal["int", "float"]) -> bool:
+    """Whether activations are scaled token by token, to 8 bits of the type `kind`."""
+    if not isinstance(activations, Mapping):
+        return False
     defaults = {"num_bits": 8, "type": "int", "symmetric": True}
-    return isinstance(activations, Mapping) and {**defaults, **activations}.items() >= _BY_TOKEN.items()
+    settings, wanted = {**defaults, **activations}, {**_BY_TOKEN, "type": kind}
+    return all(settings.get(key) == value for key, value in wanted.items())
 
 
 def export_problem(form: Format, export: Export, shape: tuple[int, int] | None = None) -> str | None:

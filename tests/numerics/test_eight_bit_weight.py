@@ -1,4 +1,4 @@
-"""Products of 8-bit integers with tokens that are rounded when they come: W8A8."""
+"""Products in 8 bits, of integers and of FP8, with tokens that are rounded when they come: W8A8."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import pytest
 import torch
 from torch import Tensor
 
+from danlu.numerics.eight_bit_weight import Fp8Weight, IntegerWeight, weight_for_eight_bits
 from danlu.numerics.format import WHOLE, Format, encode
-from danlu.numerics.integer_weight import IntegerWeight, multiplies_integers
 from danlu.numerics.quantized_weight import StackedWeight
+from danlu.numerics.scaled_weight import ScaledWeight
 
 INPUTS = 1100
 """More terms than float32 adds up exactly."""
-ROWS = Format("int8", (1, WHOLE), "bfloat16")
+ROWS, FP8_ROWS = (Format(element, (1, WHOLE), "bfloat16") for element in ("int8", "e4m3"))  # type: ignore[arg-type]
 
 
-def layer(seed: int = 0) -> tuple[Tensor, IntegerWeight]:
+def layer(seed: int = 0, form: Format = ROWS) -> tuple[Tensor, IntegerWeight | Fp8Weight]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(6, INPUTS, generator=generator) * torch.logspace(-2, 3, 6).unsqueeze(1)
-    return x, IntegerWeight.of(encode(torch.randn(24, INPUTS, generator=generator), ROWS), torch.float32)
+    scaled = encode(torch.randn(24, INPUTS, generator=generator), form)
+    kind = weight_for_eight_bits(scaled)
+    assert kind is (IntegerWeight if form == ROWS else Fp8Weight)
+    return x, kind.of(scaled, torch.float32)  # type: ignore[return-value]
 
 
-def test_the_product_is_that_of_the_rounded_tokens() -> None:
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_the_product_is_that_of_the_rounded_tokens(kind: str) -> None:
     """In float64, with activations as compressed-tensors rounds them; the control leaves them as they are."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    x, weight = layer()
+    x, weight = layer(form=ROWS if kind == "int" else FP8_ROWS)
     x[2, 5] = x[2].abs().max()  # a largest number whose code is 128 steps, one past the last
-    arguments = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    arguments = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
     scales, zeros = calculate_qparams(x.amin(1, keepdim=True), x.amax(1, keepdim=True), arguments)
     rounded = fake_quantize(x, scales, zeros, arguments)
     wanted = rounded.double() @ weight.dense().double().t()
@@ -47,12 +52,15 @@ def test_a_token_does_not_hang_on_its_neighbours_and_experts_on_each_other() -> 
     assert torch.equal(torch.cat([first.product(row) for row in x.split(1)]), whole)
     stack, counts = StackedWeight([first, second, first]), torch.tensor([2, 0, 4])
     assert torch.equal(stack.rounded_product(x, counts), torch.cat([whole[:2], first.product(x[2:])]))
-    dense = StackedWeight([super(IntegerWeight, first).shard(slice(0, 24), slice(0, INPUTS))])
+    dense = StackedWeight([ScaledWeight.of(first.scaled(), torch.float32)])
     assert dense.rounded_product(x, torch.tensor([6])) is None  # control: another kind of weight
 
 
-def test_weights_that_are_no_integers_by_rows_are_left_as_they_are() -> None:
+def test_weights_in_other_formats_are_left_as_they_are() -> None:
     matrix = torch.randn(8, 64)
-    assert multiplies_integers(encode(matrix, ROWS))
-    for form in (Format("int8", (1, 32)), Format("int8", (1, WHOLE), zero="integer"), Format("int4", (1, WHOLE))):
-        assert not multiplies_integers(encode(matrix, form))
+    for form in (
+        *(Format("int8", (1, 32)), Format("int8", (1, WHOLE), zero="integer"), Format("int4", (1, WHOLE))),
+        *(Format("e4m3", (1, 32)), Format("e5m2", (1, WHOLE)), Format("int8", (WHOLE, WHOLE))),
+    ):
+        assert weight_for_eight_bits(encode(matrix, form)) is None
+    assert weight_for_eight_bits(encode(matrix, Format("e4m3", (WHOLE, WHOLE)))) is Fp8Weight
