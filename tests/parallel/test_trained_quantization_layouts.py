@@ -18,7 +18,8 @@ PACKS, MICRO = 4, 1
 SGD = {"kind": "sgd", "learning_rate": 0.1}
 DENSE = {**CONFIG, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}
 EXPERTS = {**DENSE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS = {"dense": DENSE, "experts": EXPERTS}
+MODELS = {"dense": {"model": {"config": DENSE}}, "experts": {"model": {"config": EXPERTS}}}
+ADAPTED = {"adapter": {"kind": "lora", "rank": 4, "init": "default"}}
 INT3 = {"kind": "int3", "group": 16, "trained": True}
 INT4 = {"kind": "int4", "group": 32, "symmetric": False, "scale": "float16", "trained": True}
 
@@ -39,6 +40,11 @@ CASES = {
     "experts": Case({"expert": 2}, "experts"),
     "experts, zero3": Case({"expert": 2, "shard": "zero3"}, "experts", "mxfp4"),
     "tensor of experts": Case({"tensor": 2}, "experts"),
+    "lora, ddp": Case({}, "lora"),
+    "lora, zero3": Case({"shard": "zero3"}, "lora"),
+    "lora, tensor": Case({"tensor": 2}, "lora"),
+    "lora, tensor, sequence": Case({"tensor": 2, "sequence": True}, "lora"),
+    "lora, context": Case({"context": 2}, "lora"),
 }
 
 
@@ -46,14 +52,16 @@ CASES = {
 def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Trace], Trace, Trace]]:
     """Of each case what its two processes saw, one process, and one process without quantization."""
     folder = tmp_path_factory.mktemp("trained")
+    start = {"path": str(tiny_world.base), "config": None, "tokenizer": None}
+    models = {**MODELS, "lora": {"model": start, **ADAPTED}}
 
     def file(name: str, model: str, quantization: str | None, **more: Any) -> str:
         own = {} if quantization is None else {"quantization": FORMATS[quantization]}
-        return recipe_file(tiny_world, folder, name, model={"config": MODELS[model]}, optimizer=SGD, **own, **more)
+        return recipe_file(tiny_world, folder, name, **models[model], optimizer=SGD, **own, **more)
 
     files = {name: file(name, *case[1:], parallel=case.layout) for name, case in CASES.items()}
     alone = {case[1:]: file("one " + " ".join(case[1:]), *case[1:]) for case in CASES.values()}
-    plain = {model: file(f"plain {model}", model, None) for model in MODELS}
+    plain = {model: file(f"plain {model}", model, None) for model in models}
     one = see([*alone.values(), *plain.values()], PACKS, MICRO, 1)
     by_rank = run_group(see, 2, list(files.values()), PACKS, MICRO, timeout=900)
     return {
