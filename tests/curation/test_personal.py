@@ -13,6 +13,7 @@ PERSONAL = [
     ("邮箱：li_wei@163.com，谢谢", "邮箱：[EMAIL]，谢谢"),
     ("<a@b.co>, (c.d@e-f.org)", "<[EMAIL]>, ([EMAIL])"),
     ("It came from 81.2.69.142, and 2001:4860:4860::8888 too.", "It came from [IP], and [IP] too."),
+    ("from 2a02:8109:b540::1", "from [IP]"),
     ("card 4111 1111 1111 1111, or 4111-1111-1111-1111.", "card [CARD], or [CARD]."),
     ("Amex 378282246310005; Mastercard 5555555555554444", "Amex [CARD]; Mastercard [CARD]"),
     ("her SSN is 536-90-4399.", "her SSN is [ID]."),

@@ -20,7 +20,6 @@ TEXTS = [
     "今天天气很好，我们去公园吧。Python 3.12 很快",
     "one two three four five six seven eight nine",
     "one two three four five six seven eight nine ten",
-    "x" * 70_000 + " a word behind a block",
     "𠀀𠀁 rare 한국어 문장 ภาษาไทย",
 ]
 
@@ -92,6 +91,13 @@ def test_hashes_do_not_hang_on_the_texts_around() -> None:
     together = shingles(TEXTS, 5)
     for row, text in enumerate(TEXTS):
         assert np.array_equal(together[row], shingles([text], 5).values)
+
+
+def test_blocks_of_texts_are_hashed_alike() -> None:
+    long = "x" * 70_000
+    hashes = word_hashes([f"{long} behind", "a block", f"behind {long}", "block a"])
+    assert hashes.lengths.tolist() == [2, 2, 2, 2]
+    assert hashes[0].tolist() == hashes[2].tolist()[::-1] and hashes[1].tolist() == hashes[3].tolist()[::-1]
 
 
 def test_sequences_are_hashed_in_order() -> None:

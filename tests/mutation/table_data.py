@@ -184,4 +184,80 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_prompts.py",
         only="another_look",
     ),
+    Mutation(
+        "curation/near_duplicates.py",
+        "            if index >= self.at_least:",
+        "            if index >= 0:",
+        "curation/test_near_duplicates.py",
+    ),
+    Mutation(
+        "curation/near_duplicates.py", "parents[high] = low", "parents[low] = high", "curation/test_near_duplicates.py"
+    ),
+    Mutation(
+        "curation/near_duplicates.py",
+        "(values[kept] == values[row]).mean(axis=1)",
+        "(values[kept[:1]] == values[row]).mean(axis=1)",
+        "curation/test_near_duplicates.py",
+    ),
+    Mutation(
+        "curation/near_duplicates.py",
+        'filled = np.flatnonzero(column(marks, "shingles"))',
+        "filled = np.arange(len(places))",
+        "curation/test_near_duplicates.py",
+    ),
+    Mutation(
+        "curation/tables.py",
+        "order[_is_new([key[order] for key in keys])]",
+        "order",
+        "curation/test_near_duplicates.py curation/test_duplicates.py",
+    ),
+    Mutation(
+        "curation/word_hashes.py", "is_whole = left >= size", "is_whole = left > 0", "curation/test_word_hashes.py"
+    ),
+    Mutation(
+        "curation/word_hashes.py",
+        "short = np.flatnonzero(words.lengths < 2 * size)",
+        "short = np.flatnonzero(words.lengths < size)",
+        "curation/test_word_hashes.py",
+    ),
+    Mutation(
+        "curation/rows.py",
+        'f"{part.role}:{len(text)}:".encode()',
+        'f"{part.role}:".encode()',
+        "curation/test_run_steps.py",
+    ),
+    Mutation(
+        "curation/quality/repetition.py", "            at += n", "            at += 1", "curation/test_quality.py"
+    ),
+    Mutation("curation/quality/c4.py", ' and not cleaned.endswith("...")', "", "curation/test_quality.py"),
+    Mutation(
+        "curation/decontaminate.py",
+        "counts <= max(_MOST_ROWS,",
+        "counts <= max(len(runs),",
+        "curation/test_decontaminate.py",
+    ),
+    Mutation(
+        "curation/personal/addresses.py",
+        "is_version = len(match.group()) == 7 or ",
+        "is_version = ",
+        "curation/test_personal.py",
+    ),
+    Mutation(
+        "curation/personal/numbers.py",
+        'if _ISSUERS.fullmatch(digits) and require("stdnum.luhn").is_valid(digits):',
+        "if _ISSUERS.fullmatch(digits):",
+        "curation/test_personal.py",
+    ),
+    Mutation(
+        "curation/language.py",
+        "is_likely = probability >= self.at_least",
+        "is_likely = True",
+        "curation/test_language.py",
+    ),
+    Mutation(
+        "curation/repair.py",
+        "if self.boilerplate and row.is_document:",
+        "if self.boilerplate:",
+        "curation/test_repair.py",
+    ),
 )

@@ -14,14 +14,14 @@ from danlu.curation.rows import Row
 from danlu.curation.steps import Marks, Needs, Summary, Verdict
 from danlu.curation.tables import column
 
-_SAMPLES, _SAMPLE_CHARACTERS = 3, 80  # beginning, middle and end: the model's time grows with the text
+_SAMPLES, _SAMPLE_CHARACTERS = 3, 32  # beginning, middle and end: the model's time grows with the text
 
 
 @dataclass(frozen=True)
 class Language:
     """Keeps rows in some languages.
 
-    Three parts of 80 characters of a longer text are looked at. A row without letters has no language, and is dropped.
+    Three parts of 32 characters of a longer text are looked at. A row without letters has no language, and is dropped.
 
     Attributes:
         keep: codes of languages as lid.176 has them: ISO 639-1 ("en", "zh") where there is one.

@@ -11,15 +11,35 @@ from danlu.curation.personal.spans import Span, is_preceded
 _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9][\w.%+-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.)+[A-Za-z]{2,24}(?![\w-])", re.ASCII
 )
-_IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w]|\.[0-9])", re.ASCII)
+# Borders on the left stand behind the first character: the engine then skips to characters that can begin a match.
+_IPV4 = re.compile(r"[0-9](?<![\w.].)[0-9]{0,2}\.(?:[0-9]{1,3}\.){2}[0-9]{1,3}(?![\w]|\.[0-9])", re.ASCII)
 _IPV6 = re.compile(
-    r"(?<![\w:.])[23][0-9a-f]{3}:(?:[0-9a-f]{0,4}:){1,6}[0-9a-f]{0,4}(?![\w:])", re.IGNORECASE | re.ASCII
+    r"[23](?<![\w:.].)[0-9a-f]{3}:(?:[0-9a-f]{0,4}:){1,6}[0-9a-f]{0,4}(?![\w:])", re.IGNORECASE | re.ASCII
 )
 # "OpenSSL/1.1.1.20" and "numpy-1.24.3.10" too: a name that a version is written behind.
 _VERSION = re.compile(
     r"(?:\b(?:version|ver|v|release|build|section|sec|chapter|figure|fig|table|driver|firmware|update|upgrade|patch"
     r"|clause|article|rule|item|python|java|kernel)\b[\s.:#(]*|[A-Za-z][/_-]|§\s*|(?:版本|第|章|节)[号:：\s]*)$",
     re.IGNORECASE,
+)
+_KEY_MARKS = (
+    "sk-",
+    "sk_",
+    "rk_",
+    "AKIA",
+    "ASIA",
+    "ghp_",
+    "gho_",
+    "ghu_",
+    "ghs_",
+    "ghr_",
+    "github_pat_",
+    "glpat-",
+    "AIza",
+    "xox",
+    "hf_",
+    "eyJ",
+    "-----BEGIN",
 )
 _KEY = re.compile(
     r"(?<![\w-])(?:"
@@ -66,6 +86,8 @@ def _is_public(address: str) -> bool:
 
 def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by the forms that their makers give them, and private keys in PEM. All have a digit."""
+    if not any(mark in text for mark in _KEY_MARKS):
+        return
     for match in _KEY.finditer(text):
         if any(map(str.isdigit, match.group())):
             yield match.span()

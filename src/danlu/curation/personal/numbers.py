@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from danlu.curation.packages import require
 from danlu.curation.personal.spans import Span, is_preceded
 
-_CARD = re.compile(r"(?<![\w.,-])[2-6][0-9]{3}(?:[ -]?[0-9]{4}){2}[ -]?[0-9]{1,7}(?![\w]|[.,-][0-9])", re.ASCII)
-_SHORT_CARD = re.compile(r"(?<![\w.,-])3[0-9]{3}[ -]?[0-9]{6}[ -]?[0-9]{4,5}(?![\w]|[.,-][0-9])", re.ASCII)
+# Borders on the left stand behind the first character: the engine then skips to characters that can begin a match.
+_CARD = re.compile(r"[2-6](?<![\w.,-].)[0-9]{3}(?:[ -]?[0-9]{4}){2}[ -]?[0-9]{1,7}(?![\w]|[.,-][0-9])", re.ASCII)
+_SHORT_CARD = re.compile(r"3(?<![\w.,-].)[0-9]{3}[ -]?[0-9]{6}[ -]?[0-9]{4,5}(?![\w]|[.,-][0-9])", re.ASCII)
+_LONG = re.compile(r"[0-9][0-9A-Za-f.:() -]{5,}[0-9A-Za-f]")
 _ISSUERS = re.compile(
     r"4[0-9]{12}(?:[0-9]{3}(?:[0-9]{3})?)?|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[68][0-9])[0-9]{11}"
     r"|(?:6011|65[0-9]{2}|64[4-9][0-9]|35[0-9]{2})[0-9]{12}|62[0-9]{14,17}"
@@ -28,10 +30,11 @@ _NATIONAL_IDS = {
 }
 """Modules of python-stdnum, and the forms in which numbers are looked for: none that any number of some digits has."""
 _ID = re.compile(
-    r"(?<![\w-])(?:" + "|".join(f"({form})" for form in _NATIONAL_IDS.values()) + r")(?![\w]|-[0-9])", re.ASCII
+    r"(?<![\w-])(?:" + "|".join(f"({form})" for form in _NATIONAL_IDS.values()) + r")(?![\w]|-[0-9])",
+    re.ASCII,
 )
 _PHONE = re.compile(
-    r"(?<![\w.,/$€£¥#-])(?:\+|00)?[(]?[0-9](?:[0-9]|[ ().-]{1,2}(?=[0-9(])){6,18}(?![\w]|[.,/-][0-9])", re.ASCII
+    r"[+(0-9](?<![\w.,/$€£¥#-].)(?:[0-9(]|[ ().-]{1,2}(?=[0-9(])){6,20}(?<=[0-9])(?![\w]|[.,/-][0-9])", re.ASCII
 )
 _PHONE_WORD = re.compile(
     r"phone|tel|call|mobile|cell|fax|whatsapp|contact|hotline|sms|dial|电话|手机|联系|传真|热线|致电", re.IGNORECASE
@@ -41,6 +44,11 @@ _OTHER_NUMBER = re.compile(
     r"|订单|单号|编号|序列号|快递|发票|工单|账号",
     re.IGNORECASE,
 )
+
+
+def has_long_number(text: str) -> bool:
+    """Whether a digit begins a run of 7 digits, hexadecimal ones, capitals and separators, as in every number here."""
+    return _LONG.search(text) is not None
 
 
 def cards(text: str) -> Iterator[Span]:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from danlu.curation.personal.addresses import api_keys, emails, ip_addresses
-from danlu.curation.personal.numbers import cards, national_ids, phones
+from danlu.curation.personal.numbers import cards, has_long_number, national_ids, phones
 from danlu.curation.personal.spans import Span, without_overlaps
 from danlu.curation.ragged import Ragged
 from danlu.curation.rows import Row
@@ -65,6 +65,8 @@ class Personal:
                 yield from (number, start, stop, KINDS.index(kind))
 
     def _of_kind(self, kind: Kind, text: str) -> Iterator[Span]:
+        if kind in ("card", "id", "ip", "phone") and not has_long_number(text):
+            return iter(())
         return phones(text, self.regions) if kind == "phone" else _FINDERS[kind](text)
 
     def _verdict(self, row: Row, spans: list[list[int]]) -> Verdict:

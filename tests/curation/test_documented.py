@@ -1,0 +1,33 @@
+"""docs/curation.md: its example runs, and its table has every step."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from danlu.curation.steps import Step
+
+PAGE = (Path(__file__).parents[2] / "docs" / "curation.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(capsys: Any) -> None:
+    (example,) = re.findall(r"\n\n((?:    .*\n|\n)+)", PAGE)[:1]
+    exec(textwrap.dedent(example), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["kept", "dropped", "kept"]
+    assert "near duplicate" in lines[1]
+
+
+def test_the_table_names_the_steps_that_are_there() -> None:
+    rows = re.findall(r"^\| `([\w.-]+)` \| `(\w+)` in `([\w/]+)\.py`", PAGE, re.MULTILINE)
+    assert len(rows) == 11
+    for name, kind, file in rows:
+        step = getattr(importlib.import_module(f"danlu.curation.{file.replace('/', '.')}"), kind)
+        assert (
+            step.name == name
+            and isinstance(step, type)
+            and all(hasattr(step, each) for each in dir(Step) if each[0] != "_")
+        )
