@@ -200,12 +200,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "curation/test_near_duplicates.py",
     ),
     Mutation(
-        "curation/near_duplicates.py",
-        'filled = np.flatnonzero(column(marks, "shingles"))',
-        "filled = np.arange(len(places))",
-        "curation/test_near_duplicates.py",
-    ),
-    Mutation(
         "curation/tables.py",
         "order[_is_new([key[order] for key in keys])]",
         "order",

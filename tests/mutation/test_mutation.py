@@ -15,8 +15,8 @@ from mutation.run import EVERY_MUTATION, ROOT, main
 from mutation.table import Mutation
 
 ROOMS = """
-adapters assembly cli core curation data demo evaluation inference memory models numerics objectives optim parallel planning
-recipe remote_engines report rewards rl run serving stages study training verification
+adapters assembly cli core curation data demo evaluation inference memory models numerics objectives optim parallel
+planning recipe remote_engines report rewards rl run serving stages study training verification
 """
 
 
