@@ -14,7 +14,7 @@ INPUTS, OUTPUTS, ROWS = 48, 32, (5, 0, 11)
 def parts(recipe: str, takes_maximum: bool) -> dict[str, float]:
     """Worker: by product, the distance of what two ranks compute from their parts to the product of whole factors."""
     group = Group("tensor", (0, 1), torch.distributed.get_rank(), torch.distributed.group.WORLD)
-    shared = group if takes_maximum else None
+    shared = (group,) if takes_maximum else ()
     whole = Fp8Arithmetic(recipe)
     by_outputs = Fp8Arithmetic(recipe, sharing=Sharing(weight=shared, grad=shared))
     by_inputs = Fp8Arithmetic(recipe, sharing=Sharing(x=shared, weight=shared))
@@ -27,6 +27,14 @@ def parts(recipe: str, takes_maximum: bool) -> dict[str, float]:
     counts = torch.tensor(ROWS)
     results: dict[str, tuple[Tensor, Tensor]] = {}
 
+    by_tokens = Fp8Arithmetic(recipe, sharing=Sharing(x=shared, grad=shared))
+    own = slice(group.index * len(x) // 2, (group.index + 1) * len(x) // 2)
+    (y,), kept = by_tokens.forward(x[own], (weight[0],))
+    (wanted,), whole_kept = whole.forward(x, (weight[0],))
+    grad_x, grad_weight = by_tokens.input_gradient(grad[own], weight[0]), by_tokens.weight_gradient(grad[own], kept)
+    results["forward by tokens"] = group.all_gather(y), wanted
+    results["input gradient by tokens"] = group.all_gather(grad_x), whole.input_gradient(grad, weight[0])
+    results["weight gradient by tokens"] = group.sum(grad_weight), whole.weight_gradient(grad, whole_kept)
     for kind, arithmetic, axis in (("outputs", by_outputs, 1), ("inputs", by_inputs, 2)):
         own_weight = weight.chunk(2, axis)[group.index]
         own_x, own_grad = (x, grad.chunk(2, 1)[group.index]) if axis == 1 else (x.chunk(2, 1)[group.index], grad)

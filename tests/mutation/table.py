@@ -1548,9 +1548,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/arithmetic.py",
-        "return group.max(own.nan_to_num(nan=torch.inf, posinf=torch.inf))",
-        "return own",
+        "largest = group.max(largest)",
+        "pass",
         "parallel/test_shared_scales.py",
+    ),
+    Mutation(
+        "planning/shared_scales.py",
+        "return 2 * keeps_gate * runs + gives",
+        "return 2 * keeps_gate + gives",
+        "verification/test_context_traffic.py",
     ),
     Mutation(
         "planning/shared_scales.py",

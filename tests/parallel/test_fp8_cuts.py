@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from builders.small_config import small_config
 from builders.tiny_world import CONFIG
 
 from danlu.models.hf_config import read_config_values
+from danlu.models.mixer_spec import Latent
 from danlu.models.operations import is_gate
 from danlu.models.tensor_cut import LinearCut, linear_cuts
 from danlu.numerics.arithmetic import RECIPES
@@ -44,6 +46,18 @@ def test_cuts_within_blocks_of_mxfp8_are_refused() -> None:
     (problem,) = fp8_problems(Fp8Products(recipe="mxfp8"), config, 4)
     assert "136 of the 544 features of layers.0.mlp.gate_proj, and mxfp8 scales blocks of 32" in problem
     assert not list(fp8_problems(Fp8Products(recipe="tile"), config, 4)), "tiles may be cut anywhere"
+
+
+def test_context_ranks_share_one_scale_in_attention_of_heads_alone() -> None:
+    heads, latent = (
+        read_config_values(HEADS),
+        small_config(mixer=Latent, kv_lora_rank=12, qk_nope_head_dim=4, v_head_dim=6),
+    )
+    section = Fp8Products(recipe="tensor")
+    (problem,) = fp8_problems(section, latent, 1, 2)
+    assert "parallel.context.size: attention of kind latent" in problem and "Use recipe: tile" in problem
+    assert not [*fp8_problems(section, heads, 1, 2), *fp8_problems(section, latent, 1, 1)]
+    assert not list(fp8_problems(Fp8Products(recipe="tile"), latent, 1, 2))
 
 
 def test_cuts_are_those_of_the_specs() -> None:

@@ -37,6 +37,8 @@ CASES = {
     "tensor, tensor": Case({"tensor": 2}, "narrow", "tensor"),
     "tensor, sequence, tensor": Case({"tensor": 2, "sequence": True}, "narrow", "tensor"),
     "tensor of experts, sequence, tensor": Case({"tensor": 2, "sequence": True}, "experts", "tensor"),
+    "context, tensor": Case({"context": 2}, "narrow", "tensor"),
+    "context of experts, tensor": Case({"context": {"size": 2, "method": "ulysses"}}, "experts", "tensor"),
     "tensor of experts, tensor": Case({"tensor": 2}, "experts", "tensor"),
     "tensor, mxfp8": Case({"tensor": 2}, recipe="mxfp8"),
     "tensor, half a block": Case({"tensor": 2}, "narrow"),

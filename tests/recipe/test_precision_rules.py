@@ -19,8 +19,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tile", {"quantization": {"kind": "nf4"}, "adapter": {"kind": "lora"}}, "quantization: a quantized base is"),
     ("tensor", {"numerics": "exact"}, "precision.recipe: one scale of a whole tensor changes"),
     ("tile", {"compile": True}, "compile: torch.compile does not trace"),
-    ("tensor", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has other tokens"),
-    ("tensor", {"parallel": {"expert": 2}}, "parallel.expert: a rank has other rows of experts"),
+    ("tensor", {"parallel": {"expert": 2}}, "parallel.expert: an expert's rows are of several micro-batches"),
     ("mxfp8", {"parallel": {"context": {"size": 2}}}, "parallel.context.size: a rank has a part of the tokens"),
     ("mxfp8", {"parallel": {"expert": 2}}, "parallel.expert: a rank has a part of the rows"),
 ]

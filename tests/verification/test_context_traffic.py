@@ -33,11 +33,15 @@ LATENT = {
     "v_head_dim": 5,
     "first_k_dense_replace": 2,
 }
+FP8 = {"precision": {"kind": "fp8", "recipe": "tensor"}}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "latent": LATENT,
     "windows": {"model_type": "mistral", "sliding_window": 4},
     "one key": {"num_key_value_heads": 1},
+    "fp8": {},
+    "fp8 experts": MIXTRAL,
     "linear attention": {
         "model_type": "qwen3_5_text",
         "layer_types": ["linear_attention", "full_attention"],
@@ -81,6 +85,11 @@ CASES = [
     ("ulysses", "full", "kept", "linear attention"),
     ("ulysses", "full", "selective", "linear attention"),
     ("context x tensor", "full", "full", "linear attention"),
+    *(("ring", adapter, memory, "fp8") for adapter, memory in (
+        ("full", "kept"), ("full", "every"), ("lora", "selective"), ("lora on heads", "full"))),
+    ("ulysses", "full", "full", "fp8 experts"),
+    ("ring x ulysses", "full", "kept", "fp8"),
+    ("context x tensor", "full", "full", "fp8"),
 ]  # fmt: skip
 
 
@@ -98,6 +107,7 @@ def by_rank(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapp
             changes |= {"adapter": ADAPTERS[adapter], "model": base}
         elif model != "llama":
             changes |= {"model": {"config": CONFIG | MODELS[model]}}
+        changes |= FP8 if model.startswith("fp8") else {}
         files[size][named(case)] = recipe_file(tiny_world, folder, f"{size}-{len(files[size])}", **changes)
     seen: dict[str, list[StepTraffic]] = {}
     for size in files:

@@ -22,19 +22,25 @@ def set_arithmetic(
     section: Fp8Products,
     linears: Mapping[Linear | GroupedLinear, LinearCut] = MappingProxyType({}),
     group: ReduceGroup | None = None,
+    context: tuple[ReduceGroup, ...] = (),
 ) -> None:
     """Gives the linear layers of attention, feed-forward networks and experts the products of a section.
 
     Embedding, head, norms, routers and gates keep those of the type of activations, and so does attention itself.
 
     linears: the layers that the tensor ranks of `group` have parts of. Those cut by outputs have whole inputs and a
-    part of the gradients, and the others the reverse.
+    part of the gradients, and the others the reverse. context: groups of ranks that have parts of the tokens.
     """
-    sharing = {"outputs": Sharing(weight=group, grad=group), "inputs": Sharing(x=group, weight=group)}
+    cut_by = () if group is None else (group,)
+    sharing = {
+        None: Sharing(context, (), context),
+        "outputs": Sharing(context, cut_by, (*context, *cut_by)),
+        "inputs": Sharing((*context, *cut_by), cut_by, context),
+    }
     by_kind: dict[tuple[Sharing, bool], Fp8Arithmetic] = {}  # layers that share an input encode it once: by identity
     for _, module, is_behind in _layers_of_products(model):
         cut = linears.get(module)
-        shared = Sharing() if cut is None or cut.axis is None else sharing[cut.axis]
+        shared = sharing[None if cut is None else cut.axis]
         if (shared, is_behind) not in by_kind:
             arithmetic = Fp8Arithmetic(section.recipe, behind_attention=is_behind, sharing=shared)
             by_kind[shared, is_behind] = arithmetic

@@ -235,7 +235,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         for name in model.layers:
             placer.cut_layer(name)
     cuts = placer.cut_rest()
-    _set_products(recipe, placer)
+    _set_products(recipe, placer, ranks)
 
     def planned() -> Plan:
         from danlu.assembly.planned_recompute import fastest_plan
@@ -308,20 +308,21 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     return Placed(subject, parallel, tuple(notes), plan, device_map)
 
 
-def _set_products(recipe: Recipe, placer: LayerPlacer) -> None:
+def _set_products(recipe: Recipe, placer: LayerPlacer, ranks: Ranks) -> None:
     """Gives linear layers products in 8 bits, or with weights that are rounded to the format they are trained for."""
     if recipe.fp8 is not None:
         from danlu.assembly.arithmetic import set_arithmetic
         from danlu.parallel.fp8_cuts import fp8_problems
 
         # Of models that no stage has checked before it read them, too: those that other tools place.
-        if wrong := [*fp8_problems(recipe.fp8, placer.model.config, recipe.parallel.tensor)]:
+        parallel, cutter = recipe.parallel, placer.cutter
+        if wrong := [*fp8_problems(recipe.fp8, placer.model.config, parallel.tensor, parallel.context.size)]:
             raise RecipeError(wrong)
-        cutter = placer.cutter
+        context = tuple(each for each in (ranks.ulysses, ranks.ring) if not each.alone)
         if cutter is None:
-            set_arithmetic(placer.model, recipe.fp8)
+            set_arithmetic(placer.model, recipe.fp8, context=context)
         else:
-            set_arithmetic(placer.model, recipe.fp8, cutter.linears, cutter.group)
+            set_arithmetic(placer.model, recipe.fp8, cutter.linears, cutter.group, context)
     if recipe.trained_quantization is not None:
         from danlu.assembly.trained_quantization import set_trained_quantization
 

@@ -9,8 +9,9 @@ Recipes, of the factors of y = x W^T, of dx = g W and of dW = g^T x:
 - row, row-with-bf16-weight-gradient: a row or column along what is contracted, with powers of two (torchao's rowwise
   and rowwise_with_gw_hp, which multiplies g with one scale for all of W).
 - tensor: one float32 scale each, gradients in E5M2 (arXiv:2209.05433; torchao's tensorwise). Tokens that only fill a
-  batch up are multiplied as zeros (`real_rows`), which take no part in it; their gradients are zeros too. Tensor ranks
-  that have parts of a factor take the largest magnitude of all parts: their codes are those of one process.
+  batch up are multiplied as zeros (`real_rows`), which take no part in it; their gradients are zeros too. Tensor and
+  context ranks that have parts of a factor take the largest magnitude of all parts: their codes are those of one
+  process.
 - mxfp8: 32 numbers along what is contracted with an E8M0 scale (OCP Microscaling formats 1.0).
 
 Other blocks, as ranks have them that share features or tokens, change no number of tile and row by much: where a scale
@@ -108,11 +109,12 @@ def real_rows(real: int | Tensor) -> Iterator[None]:
 
 
 class Sharing(NamedTuple):
-    """The ranks that have parts of a layer's factors, each of which has one scale; None: this rank has all of it."""
+    """The groups of ranks that have parts of a layer's factors, each of which has one scale; of several groups, those
+    of one have parts of what those of another have."""
 
-    x: ReduceGroup | None = None
-    weight: ReduceGroup | None = None
-    grad: ReduceGroup | None = None
+    x: tuple[ReduceGroup, ...] = ()
+    weight: tuple[ReduceGroup, ...] = ()
+    grad: tuple[ReduceGroup, ...] = ()
 
 
 class Fp8Arithmetic:
@@ -226,7 +228,7 @@ class Fp8Arithmetic:
     def _stack(self, weight: Tensor, form: Format, dtype: torch.dtype) -> Callable[[int], Scaled]:
         """Returns a function that encodes one of the weights [G, O, I], rounded to `dtype`; of all of them, ranks take
         the maxima at once."""
-        if self.sharing.weight is None:
+        if not self.sharing.weight:
             return lambda index: encode(weight[index].to(dtype), form)
         own = torch.stack([largest_of_blocks(matrix.to(dtype), form) for matrix in weight])
         largest = _largest(own, self.sharing.weight)
@@ -288,14 +290,20 @@ class Fp8Arithmetic:
         return encode(self.kept_values(kept, torch.float32), form)
 
 
-def _encoded(x: Tensor, form: Format, group: ReduceGroup | None) -> Scaled:
-    """Encodes x [R, C], of which the ranks of a group have parts and share its scale."""
-    return encode(x, form) if group is None else encode(x, form, _largest(largest_of_blocks(x, form), group))
+def _encoded(x: Tensor, form: Format, groups: Sequence[ReduceGroup]) -> Scaled:
+    """Encodes x [R, C], of which the ranks of groups have parts, of any number of rows, and share its scale."""
+    if not groups:
+        return encode(x, form)
+    own = largest_of_blocks(x, form) if x.numel() else x.new_zeros((1, 1), dtype=torch.float32)
+    return encode(x, form, _largest(own, groups))
 
 
-def _largest(own: Tensor, group: ReduceGroup) -> Tensor:
+def _largest(own: Tensor, groups: Sequence[ReduceGroup]) -> Tensor:
     """Returns the largest of the ranks' magnitudes; infinite where one is not a number, which a maximum may lose."""
-    return group.max(own.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    largest = own.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for group in groups:
+        largest = group.max(largest)
+    return largest
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:

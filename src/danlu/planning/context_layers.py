@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from danlu.models.layer_spec import Experts, Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
-from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.collective_traffic import CollectiveTraffic, axis_along, ring_bytes
 from danlu.parallel.layout import attention_heads
 from danlu.planning.context_traffic import (
     ContextLayer,
     TokenTensor,
     Transport,
+    context_groups,
     context_traffic,
     document_load_traffic,
 )
@@ -28,11 +29,26 @@ def context_ranks_traffic(model: RankModel, micro_batches: Sequence[MicroBatch])
     rows = [batch.cut_rows for batch in micro_batches]
     transport: Transport = "gather" if section.method == "gather" else "ring"
     traffic = list(context_traffic(context_layers(model), rows, layout, index, transport))
+    traffic += _maxima(model, len(micro_batches))
     if _balances_documents(model):
         feeds = [model.config.layers[layer].feed for layer in model.chunks.local_layers]
         experts = sum(feed.num_experts for feed in feeds if isinstance(feed, Experts))
         traffic += document_load_traffic(sum(batch.documents for batch in micro_batches) * experts, layout)
     return traffic
+
+
+def _maxima(model: RankModel, micro_batches: int) -> Iterator[CollectiveTraffic]:
+    """Yields the traffic of the maxima of factors with one scale (`shared_scales`)."""
+    if model.recipe.fp8 is None or model.recipe.fp8.recipe != "tensor":
+        return
+    from danlu.planning.shared_scales import context_maxima
+
+    count = context_maxima(model) * micro_batches
+    axis, _ = axis_along(model.layout, "context")
+    for group in context_groups(model.layout):
+        if group.size > 1:
+            sent_bytes = ring_bytes("all-reduce", group.size, 4 * count)
+            yield CollectiveTraffic(axis, "all-reduce", sent_bytes, count, "scales of whole tensors", group)
 
 
 def _balances_documents(model: RankModel) -> bool:

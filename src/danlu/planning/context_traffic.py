@@ -56,6 +56,12 @@ class ContextLayer:
     """The number of runs of the output's exchange, which is not repeated where nothing has saved it."""
 
 
+def context_groups(layout: Layout) -> tuple[GroupShape, GroupShape]:
+    """The ring of a context rank, and the ranks that it exchanges heads with."""
+    ring = GroupShape(layout.context // layout.ulysses, layout.ulysses * layout.tensor)
+    return ring, GroupShape(layout.ulysses, layout.tensor)
+
+
 def context_traffic(
     layers: Sequence[ContextLayer], rows: Sequence[Sequence[int]], layout: Layout, index: int, transport: Transport
 ) -> Iterator[CollectiveTraffic]:
@@ -72,8 +78,7 @@ def context_traffic(
     A pass that is recomputed repeats its forward traffic.
     """
     axis, _ = axis_along(layout, "context")
-    ring = GroupShape(layout.context // layout.ulysses, layout.ulysses * layout.tensor)
-    ulysses = GroupShape(layout.ulysses, layout.tensor)
+    ring, ulysses = context_groups(layout)
     forward = sum(layer.runs for layer in layers) * len(rows)
     backward = sum(layer.output.has_gradient for layer in layers) * len(rows)
     sent_bytes: dict[tuple[Kind, str], Fraction] = defaultdict(Fraction)

@@ -91,6 +91,6 @@ def _cut_problems(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
     if recipe.fp8 is not None:
         from danlu.parallel.fp8_cuts import fp8_problems
 
-        yield from fp8_problems(recipe.fp8, config, parallel.tensor)
+        yield from fp8_problems(recipe.fp8, config, parallel.tensor, parallel.context.size)
     yield from split_problems(parallel.pipeline, config)
     yield from device_map_problems(parallel.device_map, config)

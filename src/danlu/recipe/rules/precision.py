@@ -35,8 +35,8 @@ def _not_cut(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields (key, reason, remedy) of layouts that round other numbers than one process, beyond a bound.
 
     tile and row have none: their scales are powers of two that are rounded up (`numerics.arithmetic.OTHER_BLOCKS`).
-    Tensor ranks take the maximum of recipe tensor. Context ranks have parts of the tokens that share its scale, and an
-    expert's rows are those of several micro-batches, each with a scale of its own.
+    Tensor and context ranks take the maximum of recipe tensor. An expert's rows are those of several micro-batches,
+    each with a scale of its own.
     """
     assert recipe.fp8 is not None
     parallel, kind = recipe.parallel, recipe.fp8.recipe
@@ -44,8 +44,8 @@ def _not_cut(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         ("parallel.context.size", parallel.context.size, "tokens"),
         ("parallel.expert", parallel.expert, "rows of experts"),
     ):
-        if degree > 1 and kind == "tensor":
-            reason = f"a rank has other {part} than one process, and recipe tensor has one scale of all of them"
+        if degree > 1 and kind == "tensor" and key == "parallel.expert":
+            reason = "an expert's rows are of several micro-batches, each of which has one scale with recipe tensor"
             yield key, reason, "Use recipe: tile or row"
         elif degree > 1 and kind == "mxfp8":
             reason = f"a rank has a part of the {part}, other 32 of which share a scale that the largest exceeds"
