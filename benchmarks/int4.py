@@ -24,7 +24,7 @@ import json
 import math
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ def methods(form: Format) -> dict[str, Method]:
         "awq": Method(Awq(), form, scaling=True),
         "gptq": Method(Gptq(act_order=False), form),
         "gptq act_order": Method(Gptq(), form),
+        "gptq act_order: group": Method(Gptq(act_order="group"), form),
         "smoothquant, gptq": Method(Gptq(), form, smoothing=0.5),
     }
 
@@ -150,14 +151,16 @@ def quantized_by(tool: str, python: str, model: Path, group: int, zero: ZeroKind
 
 
 def decoders(
-    model: Path, form: Format, peers: dict[str, str], packs: list[Pack], work: Path
+    model: Path, form: Format, peers: dict[str, str], packs: list[Pack], work: Path, only: Collection[str]
 ) -> Iterator[tuple[str, Decoder]]:
-    """(name, quantized model) of each of danlu's methods, nearest first, and of each method of other tools."""
+    """(name, quantized model) of each of danlu's methods, nearest first, and of each method of other tools; of those in
+    `only`, where it has any."""
     group, zero = form.block[1], form.zero
     for name, method in methods(form).items():
-        yield name, quantized(model, method, packs, work / f"{group}-{zero}-{name}")
+        if name == "nearest" or not only or name in only:
+            yield name, quantized(model, method, packs, work / f"{group}-{zero}-{name}")
     for tool, python in peers.items():
-        for name in PEER_METHODS[tool]:
+        for name in (each for each in PEER_METHODS[tool] if not only or each in only):
             try:
                 yield f"{tool}: {name}", quantized_by(tool, python, model, group, zero, name, work)
             except RuntimeError as error:  # as a tool that does not take a size of groups
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--peer", action="append", default=[], metavar="TOOL=PYTHON", help="gptqmodel, llm-compressor")
+    parser.add_argument("--methods", nargs="+", default=[], help="by their printed names; nearest is always there")
     options = parser.parse_args()
     peers = dict(each.split("=", 1) for each in options.peer)
     torch.set_num_threads(1)
@@ -240,7 +244,7 @@ def main() -> None:
         for group in options.groups:
             for zero in zeros:
                 form, nearest = Format("int4", (1, group), zero=zero), 0.0
-                for name, decoder in decoders(options.model, form, peers, calibrated, work):
+                for name, decoder in decoders(options.model, form, peers, calibrated, work, options.methods):
                     found = divergence(original, log_probabilities(decoder, held_out))
                     nearest = nearest or found
                     print(f"{group:5}  {zero:8} {name:30} {found:9.5f}  {found / nearest:.3f}", flush=True)

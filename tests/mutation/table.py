@@ -1267,6 +1267,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/quantizers/gptq.py",
+        "number = self._places[column] // self._wide",
+        "number = column // self._wide",
+        "numerics/quantizers/test_gptq.py",
+        "test_equals_the_definition",
+    ),
+    Mutation(
+        "numerics/quantizers/gptq.py",
         "if end > stop:",
         "if end > stop + columns:",
         "numerics/quantizers/test_gptq.py",

@@ -10,7 +10,7 @@ O, I outputs and inputs · B columns of a block
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,11 @@ class Gptq:
     own code makes them zero; but inputs that calibration did not show may come later.)
     """
 
-    act_order: bool = True
-    """Columns in the order of their inputs' mean square, the largest first: few later columns have to bear what these
-    lose. Groups stay those of consecutive columns, with the scales of the original weight ("static groups")."""
+    act_order: bool | Literal["group"] = True
+    """True: columns in the order of their inputs' mean square, the largest first: few later columns have to bear what
+    these lose. Groups stay those of consecutive columns, with the scales of the original weight ("static groups").
+    "group": groups in the order of their largest one, and columns in this order within each (group-aware reordering,
+    arXiv:2505.14638), so that a group's scale is found when its turn comes."""
     damping: float = 0.01
     """The multiple of the Hessian's mean diagonal that is added to it; ten times as much, up to five times, where it
     still has no Cholesky factor in float64."""
@@ -45,21 +47,22 @@ class Gptq:
 
     def solve(self, weight: Tensor, statistics: Statistics, form: Format) -> Scaled:
         """See `Quantizer.solve`. The scales of blocks of more than one row, and those of a format with a scale of the
-        whole tensor, are the original weight's too; of others without `act_order` a group's are those of its columns
-        as earlier ones have changed them.
+        whole tensor, are the original weight's too; of others a group's are those of its columns as earlier ones have
+        changed them, unless `act_order` is True.
 
         Raises ModelError where the Hessian is not finite, or not positive definite even with the largest damping.
         """
         assert statistics.hessian is not None, "GPTQ needs the Hessian"
         columns = weight.shape[1]
         factor_input = statistics.hessian.to(torch.float64, copy=True)
+        columns_of_block = form.block_of(*weight.shape)[1]
         order = None
         if self.act_order:
-            order = factor_input.diagonal().argsort(descending=True, stable=True)
+            wide = columns_of_block if self.act_order == "group" else columns
+            order = _descending(factor_input.diagonal(), wide)
             factor_input = factor_input[order][:, order]
         factor = _inverse_factor(factor_input, self.damping).float()
-        columns_of_block = form.block_of(*weight.shape)[1]
-        grows = not self.act_order and form.block[0] == 1 and form.scale != "e4m3"
+        grows = self.act_order is not True and form.block[0] == 1 and form.scale != "e4m3"
         grid = encode(weight, form)
         own = weight.float().clone() if order is None else weight.float()[:, order]
         rounded = _Columns(grid, order)
@@ -82,6 +85,19 @@ class Gptq:
         return rounded.scaled
 
 
+def _descending(importance: Tensor, wide: int) -> Tensor:
+    """Returns the places of `importance` [I] by groups of `wide` neighbours, the one with the largest number first, and
+    within a group from its largest to its least. The earlier one of equal numbers comes first; a shorter group at the
+    end stays there."""
+    count = len(importance) // wide
+    groups = importance[: count * wide].unflatten(0, (count, wide))
+    within = groups.argsort(dim=1, descending=True, stable=True)
+    first = groups.amax(1).argsort(descending=True, stable=True)
+    places = within + wide * torch.arange(count, device=importance.device).unsqueeze(1)
+    rest = count * wide + importance[count * wide :].argsort(descending=True, stable=True)
+    return torch.cat((places[first].flatten(), rest))
+
+
 class _Columns:
     """The codes of a matrix, which are found column by column. order: the place in the matrix of each column."""
 
@@ -98,7 +114,7 @@ class _Columns:
     def rescale(self, column: int, group: Tensor) -> None:
         """Gives the group that begins at a column the scales and zeros of `group` [O, columns]."""
         own = encode(group, replace(self.scaled.format, block=(1, 0)))
-        number = column // self._wide
+        number = self._places[column] // self._wide
         self.scaled.scales[:, number : number + 1] = own.scales
         if self.scaled.zeros is not None and own.zeros is not None:
             self.scaled.zeros[:, number : number + 1] = own.zeros

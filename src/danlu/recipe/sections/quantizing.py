@@ -60,8 +60,10 @@ class GptqRounding(_Rounded):
     """Column by column, where later columns make good what earlier ones lose (GPTQ, arXiv:2210.17323)."""
 
     kind: Literal["gptq"] = "gptq"
-    act_order: bool = True
-    """Columns in the order of their inputs' mean square, the largest first; groups stay those of neighbours."""
+    act_order: bool | Literal["group"] = True
+    """true: columns in the order of their inputs' mean square, the largest first; groups stay those of neighbours, with
+    the original weight's scales. group: groups in the order of their largest, and columns so within each
+    (arXiv:2505.14638); scales are found when a group's turn comes."""
     damping: Annotated[float, Field(gt=0)] = 0.01
     """The multiple of the Hessian's mean diagonal that is added to it; it grows where that is not enough."""
 
