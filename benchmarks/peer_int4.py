@@ -38,10 +38,12 @@ def with_llm_compressor(options: argparse.Namespace, documents: list[list[int]])
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.awq import AWQModifier
-    from llmcompressor.modifiers.quantization import GPTQModifier
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
     from transformers import AutoModelForCausalLM
 
+    if not torch.cuda.is_available():  # 0.14's AWQ pins what it has cached here too, where torch refuses it
+        torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign,misc,assignment]
     weights = QuantizationArgs(
         num_bits=4,
         type="int",
@@ -51,8 +53,10 @@ def with_llm_compressor(options: argparse.Namespace, documents: list[list[int]])
         **({"actorder": "group"} if options.act_order else {}),
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    modifier = AWQModifier if options.method == "awq" else GPTQModifier
-    recipe = [modifier(config_groups={"group_0": scheme}, ignore=["lm_head"])]
+    settings: dict[str, Any] = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
+    recipe = (
+        [AWQModifier(), QuantizationModifier(**settings)] if options.method == "awq" else [GPTQModifier(**settings)]
+    )
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     samples = Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in documents])
     longest = max(map(len, documents))
