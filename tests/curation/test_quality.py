@@ -133,12 +133,14 @@ def test_words_and_sentences() -> None:
         "It", "'s", "1,000.50", "km", "...", "(", "well", "-", "known", ")", "3", "."
     ]  # fmt: skip
     assert split_words("今天3.5度，it’s ok") == ["今", "天", "3.5", "度", "，", "it", "’s", "ok"]
-    assert [count_sentences(line) for line in ('One. Two! "Three?" four', "3.5 km", "一。二！三", "end.")] == [
-        4,
-        1,
-        3,
-        1,
-    ]
+    sentences = (
+        'One. Two! "Three?" four',
+        "3.5 km",
+        "一。二！三",
+        "end.",
+        "Mr. J. Doe came at 5 p.m. to the U.S. embassy. So?",
+    )
+    assert [count_sentences(line) for line in sentences] == [4, 1, 3, 1, 2]
     assert [is_unspaced(text) for text in ("abc", "中文 a", "a中 bc", "...", "ไทย")] == [
         False,
         True,

@@ -89,6 +89,8 @@ def test_ids_are_of_content_and_place() -> None:
         row_of([Part("text", "text"), Part("text", "")], 1, 2),
     ]
     assert len({row.id, *(other.id for other in others)}) == 7
+    divided = row_of([Part("user", "a"), Part("assistant", "b")], 0, 0)
+    assert divided.id != row_of([Part("user", "aassistant:b")], 0, 0).id  # where parts end is hashed too
 
 
 def test_places_are_ordered_by_source_then_by_row() -> None:

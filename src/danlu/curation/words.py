@@ -20,7 +20,12 @@ _ASCII_WORDS = re.compile(r"[A-Za-z0-9]+(?:(?<=[0-9])[.,:][0-9]+)*|(?<=[A-Za-z])
 _ANY_WORDS = re.compile(
     rf"[^\W_{UNSPACED}]+(?:(?<=\d)[.,:]\d+)*|(?<=[^\W\d_])['’][^\W\d_{UNSPACED}]+|[{UNSPACED}]|\.{{2,}}|[^\w\s]|_"
 )
-_SENTENCE_ENDS = re.compile(r"""[.!?…]+["'”’»)\]]*(?=\s+\S)|[。！？]+["'”’」』）]*(?=\s*\S)""")
+_ABBREVIATIONS = ("Mr", "Mrs", "Ms", "Dr", "St", "Prof", "Sr", "Jr", "vs", "Gen", "Lt", "Col", "Inc", "Co", "Ltd")
+# Not behind an abbreviation, an initial, or the last letter of "U.S." and "p.m.".
+_SENTENCE_ENDS = re.compile(
+    "".join(rf"(?<!\b{word})" for word in (*_ABBREVIATIONS, "[A-Z]", r"[A-Za-z]\.[A-Za-z]"))
+    + r"""[.!?…]+["'”’»)\]]*(?=\s+\S)|[。！？]+["'”’」』）]*(?=\s*\S)"""
+)
 
 
 def split_words(text: str) -> list[str]:
