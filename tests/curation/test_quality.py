@@ -132,6 +132,9 @@ def test_words_and_sentences() -> None:
     assert split_words("It's 1,000.50 km... (well-known) 3.") == [
         "It", "'s", "1,000.50", "km", "...", "(", "well", "-", "known", ")", "3", "."
     ]  # fmt: skip
+    assert split_words("Mr. J. Doe -- of the U.S. -- left.") == [
+        "Mr.", "J.", "Doe", "--", "of", "the", "U.S.", "--", "left", "."
+    ]  # fmt: skip
     assert split_words("今天3.5度，it’s ok") == ["今", "天", "3.5", "度", "，", "it", "’s", "ok"]
     sentences = (
         'One. Two! "Three?" four',

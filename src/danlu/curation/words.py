@@ -15,12 +15,17 @@ CountSentences = Callable[[str], int]
 
 _UNSPACED = re.compile(f"[{UNSPACED}]")
 _LETTER = re.compile(r"[^\W\d_]")
-# Words, numbers with their separators, ends of words behind apostrophes, dots in a row, every other mark by itself.
-_ASCII_WORDS = re.compile(r"[A-Za-z0-9]+(?:(?<=[0-9])[.,:][0-9]+)*|(?<=[A-Za-z])'[A-Za-z]+|\.{2,}|[^\sA-Za-z0-9]")
-_ANY_WORDS = re.compile(
-    rf"[^\W_{UNSPACED}]+(?:(?<=\d)[.,:]\d+)*|(?<=[^\W\d_])['’][^\W\d_{UNSPACED}]+|[{UNSPACED}]|\.{{2,}}|[^\w\s]|_"
-)
 _ABBREVIATIONS = ("Mr", "Mrs", "Ms", "Dr", "St", "Prof", "Sr", "Jr", "vs", "Gen", "Lt", "Col", "Inc", "Co", "Ltd")
+_ABBREVIATED = rf"(?:[A-Za-z]\.){{2,}}|[A-Z]\.(?=\s[A-Z])|(?:{'|'.join(_ABBREVIATIONS)})\."
+# Abbreviations, words and numbers with their separators, ends of words behind apostrophes, runs of dots or dashes, and
+# every other mark by itself.
+_ASCII_WORDS = re.compile(
+    rf"{_ABBREVIATED}|[A-Za-z0-9]+(?:(?<=[0-9])[.,:][0-9]+)*|(?<=[A-Za-z])'[A-Za-z]+|\.{{2,}}|-{{2,}}|[^\sA-Za-z0-9]"
+)
+_ANY_WORDS = re.compile(
+    rf"{_ABBREVIATED}|[^\W_{UNSPACED}]+(?:(?<=\d)[.,:]\d+)*|(?<=[^\W\d_])['’][^\W\d_{UNSPACED}]+|[{UNSPACED}]"
+    r"|\.{2,}|-{2,}|[^\w\s]|_"
+)
 # Not behind an abbreviation, an initial, or the last letter of "U.S." and "p.m.".
 _SENTENCE_ENDS = re.compile(
     "".join(rf"(?<!\b{word})" for word in (*_ABBREVIATIONS, "[A-Z]", r"[A-Za-z]\.[A-Za-z]"))
