@@ -43,6 +43,7 @@ from danlu.curation.rows import Row, document
 from danlu.curation.run_steps import run_steps
 from danlu.curation.steps import Step
 from danlu.curation.word_hashes import shingles
+from danlu.curation.words import is_unspaced
 
 CHARACTERS = 2500  # of a document that is cut from a txt file; those of c4_demo have as many
 BATCH = 256
@@ -134,11 +135,16 @@ def compare_speed(texts: Sequence[str], python: str | None, rounds: int, only: S
 
 
 def _decided_otherwise(steps: Sequence[Step], batches: list[list[Row]], kept: list[bool] | None) -> str:
-    """The share of documents that we drop and the peer keeps or the reverse: each splits words and sentences itself."""
+    """Documents that we drop and the peer keeps or the reverse, where each splits words and sentences itself.
+
+    Documents in scripts without spaces are left out: the peer is asked for its English rules.
+    """
     accounts = run_steps(batches, steps).accounts
     assert kept is not None, "a rule decides"
-    differing = sum((account.outcome != "dropped") != each for account, each in zip(accounts, kept, strict=True))
-    return f"{differing} ({100 * differing / len(kept):.1f} %)"
+    spaced = [not is_unspaced(row.text) for batch in batches for row in batch]
+    decisions = zip(accounts, kept, spaced, strict=True)
+    differing = sum(counts and (account.outcome != "dropped") != each for account, each, counts in decisions)
+    return f"{differing} of {sum(spaced)} ({100 * differing / sum(spaced):.1f} %)"
 
 
 def planted(texts: Sequence[str], count: int, seed: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -25,9 +26,8 @@ def test_the_table_names_the_steps_that_are_there() -> None:
     rows = re.findall(r"^\| `([\w.-]+)` \| `(\w+)` in `([\w/]+)\.py`", PAGE, re.MULTILINE)
     assert len(rows) == 11
     for name, kind, file in rows:
-        step = getattr(importlib.import_module(f"danlu.curation.{file.replace('/', '.')}"), kind)
-        assert (
-            step.name == name
-            and isinstance(step, type)
-            and all(hasattr(step, each) for each in dir(Step) if each[0] != "_")
-        )
+        kind_of_step = getattr(importlib.import_module(f"danlu.curation.{file.replace('/', '.')}"), kind)
+        settings: dict[str, Any] = {"Language": {"keep": ("en",)}, "Decontaminate": {"benchmarks": ()}}.get(kind, {})
+        step = kind_of_step(**settings)
+        assert step.name == name and isinstance(step, Step)
+        assert json.loads(json.dumps(step.measured_with())) == step.measured_with()

@@ -64,7 +64,7 @@ class Step(Protocol):
     needs: ClassVar[Needs]
 
     def measured_with(self) -> Mapping[str, object]:
-        """The settings that `measure` reads; another value of them gives other marks."""
+        """The settings that `measure` reads, as JSON can hold them; another value of them gives other marks."""
 
     def measure(self, rows: Sequence[Row]) -> Marks:
         """The marks of some rows, each measured by itself: how rows are batched changes nothing."""

@@ -26,10 +26,12 @@ _ANY_WORDS = re.compile(
     rf"{_ABBREVIATED}|[^\W_{UNSPACED}]+(?:(?<=\d)[.,:]\d+)*|(?<=[^\W\d_])['’][^\W\d_{UNSPACED}]+|[{UNSPACED}]"
     r"|\.{2,}|-{2,}|[^\w\s]|_"
 )
-# Not behind an abbreviation, an initial, or the last letter of "U.S." and "p.m.".
+# Not behind an abbreviation, an initial, or the last letter of "U.S." and "p.m.": looked for from the first mark on, so
+# that the engine skips to marks.
 _SENTENCE_ENDS = re.compile(
-    "".join(rf"(?<!\b{word})" for word in (*_ABBREVIATIONS, "[A-Z]", r"[A-Za-z]\.[A-Za-z]"))
-    + r"""[.!?…]+["'”’»)\]]*(?=\s+\S)|[。！？]+["'”’」』）]*(?=\s*\S)"""
+    "[.!?…]"
+    + "".join(rf"(?<!\b{word}\.)" for word in (*_ABBREVIATIONS, "[A-Z]", r"[A-Za-z]\.[A-Za-z]"))
+    + r"""[.!?…]*["'”’»)\]]*(?=\s+\S)|[。！？]+["'”’」』）]*(?=\s*\S)"""
 )
 
 
@@ -41,6 +43,11 @@ def split_words(text: str) -> list[str]:
 def count_sentences(line: str) -> int:
     """Sentences of a line: one more than the ends of sentences that something follows."""
     return 1 + sum(1 for _ in _SENTENCE_ENDS.finditer(line))
+
+
+def function_name(function: Callable[..., object]) -> str:
+    """The name by which marks remember a function that they were measured with: two lambdas of a module share it."""
+    return f"{getattr(function, '__module__', None) or 'builtins'}.{function.__qualname__}"
 
 
 def is_unspaced(text: str) -> bool:

@@ -45,7 +45,7 @@ class Personal:
     needs: ClassVar[Needs] = "text"
 
     def measured_with(self) -> Mapping[str, object]:
-        return {"kinds": self.kinds, "regions": self.regions}
+        return {"kinds": list(self.kinds), "regions": list(self.regions)}
 
     def measure(self, rows: Sequence[Row]) -> Marks:
         """The spans of personal data of each row: part, start, stop and kind, four numbers each, in order."""

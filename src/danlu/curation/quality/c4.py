@@ -18,7 +18,7 @@ from danlu.curation.ragged import Ragged
 from danlu.curation.rows import Row
 from danlu.curation.steps import KEEP, Marks, Needs, Summary, Verdict
 from danlu.curation.tables import ragged_column
-from danlu.curation.words import CountSentences, count_sentences, is_unspaced, split_words
+from danlu.curation.words import CountSentences, count_sentences, function_name, is_unspaced, split_words
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _ENDS = (".", "?", "!", '"', "'")
@@ -56,7 +56,7 @@ class C4Rules:
         return {
             "words": self.words,
             "longest_word": self.longest_word,
-            "count_sentences": self.count_sentences,
+            "count_sentences": function_name(self.count_sentences),
         }
 
     @property

@@ -12,7 +12,7 @@ from danlu.curation.quality.repetition import repeated
 from danlu.curation.quality.rules import Rule, judge, share
 from danlu.curation.rows import Row
 from danlu.curation.steps import Marks, Needs, Summary, Verdict
-from danlu.curation.words import SplitWords, is_unspaced, sentence_terminals, split_words
+from danlu.curation.words import SplitWords, function_name, is_unspaced, sentence_terminals, split_words
 
 _SHORT, _SHORT_UNSPACED = 30, 10  # characters of a short line: some six words, Chinese too
 _MARKS = ("punctuation", "short_lines", "repeated", "line_ends")
@@ -40,7 +40,7 @@ class FineWebRules:
     needs: ClassVar[Needs] = "text"
 
     def measured_with(self) -> Mapping[str, object]:
-        return {"split_words": self.split_words}
+        return {"split_words": function_name(self.split_words)}
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from danlu.curation.quality.rules import Rule, judge, share
 from danlu.curation.rows import Row
 from danlu.curation.steps import Marks, Needs, Summary, Verdict
-from danlu.curation.words import SplitWords, is_unspaced, sentence_terminals, split_words
+from danlu.curation.words import SplitWords, function_name, is_unspaced, sentence_terminals, split_words
 
 _CONTROLS = "".join(chr(code) for code in (*range(9), *range(11, 32), *range(127, 160)))
 _PUNCTUATION = string.punctuation + "，。、„”“«»１」「《》´∶：？！（）；–—．～’…━〈〉【】％►" + _CONTROLS
@@ -58,7 +58,7 @@ class GopherRules:
     needs: ClassVar[Needs] = "text"
 
     def measured_with(self) -> Mapping[str, object]:
-        return {"split_words": self.split_words}
+        return {"split_words": function_name(self.split_words)}
 
     @property
     def rules(self) -> list[Rule]:

@@ -18,7 +18,7 @@ from danlu.curation.ragged import Ragged
 from danlu.curation.rows import Row
 from danlu.curation.steps import Marks, Needs, Summary, Verdict
 from danlu.curation.word_hashes import SubstringHashes, code_points, windows
-from danlu.curation.words import SplitWords, split_words
+from danlu.curation.words import SplitWords, function_name, split_words
 
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 _DOCUMENT_BITS = 12
@@ -54,8 +54,8 @@ class RepetitionRules:
     needs: ClassVar[Needs] = "text"
 
     def measured_with(self) -> Mapping[str, object]:
-        sizes = ([n for n, _ in self.top], [n for n, _ in self.repeated])
-        return {"n": sizes, "split_words": self.split_words}
+        sizes = {"top": [n for n, _ in self.top], "repeated": [n for n, _ in self.repeated]}
+        return {**sizes, "split_words": function_name(self.split_words)}
 
     @property
     def rules(self) -> list[Rule]:
