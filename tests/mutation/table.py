@@ -1580,6 +1580,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "formulas",
     ),
     Mutation(
+        "numerics/few_row_products.py",
+        "zeros = (8 - weight.zeros.to(torch.float32)) * scales",
+        "zeros = (7 - weight.zeros.to(torch.float32)) * scales",
+        "numerics/test_few_row_products.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "product is not None and self._taken_bytes + product.copied_bytes > self.limit_bytes",
+        "product is not None and product.copied_bytes > 2 * self.limit_bytes",
+        "numerics/test_few_row_products.py",
+    ),
+    Mutation(
         "numerics/eight_bit_weight.py",
         'TOKENS = Format("int8", (1, WHOLE))',
         'TOKENS = Format("int8", (WHOLE, WHOLE))',

@@ -120,6 +120,20 @@ class QuantizedWeight(Protocol):
 
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
+    def few_row_product(
+        self,
+    ) -> FewRowProduct | None: ...  # of few rows in bfloat16, by a kernel that reads codes; None: there is none
+
+
+class FewRowProduct(Protocol):
+    """The product of few rows with a frozen matrix [O, I] as it is stored."""
+
+    @property
+    def copied_bytes(self) -> int: ...  # memory besides the matrix's
+
+    @property
+    def multiply(self) -> Callable[[Tensor], Tensor]: ...  # [M, I] -> [M, O], bfloat16, without a gradient
+
 
 class StackedQuantizedWeight(Protocol):
     """Frozen matrices [E, O, I], each held in few bits a number; the slot `quantized` of grouped linear layers."""

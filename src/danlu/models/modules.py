@@ -177,12 +177,12 @@ class Linear(_Weights):
         if (arithmetic := self.own_arithmetic) is not None:
             (y,) = _linears(x, (self,), arithmetic)
             return y
+        packed, bias = ACTIVE.packed_weights, self.added_bias
         if self.weight is not None:
-            packed = ACTIVE.packed_weights
             if packed is not None:
-                return packed.product(x, self.weight, self.added_bias, packed.encoder_of(self))
-            return ops.linear(x, self.weight, self.added_bias)
-        y, bias = self._stored.product(x), self.added_bias
+                return packed.product(x, self.weight, bias, packed.encoder_of(self))
+            return ops.linear(x, self.weight, bias)
+        y = self._stored.product(x) if packed is None else packed.quantized_product(x, self._stored)
         return y if bias is None else y + bias.to(y.dtype)
 
     def forward(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:

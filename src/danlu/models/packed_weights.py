@@ -26,8 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.core.layer_types import FewRowProduct, QuantizedWeight
+
 # Which order oneDNN chooses hangs on the rows that it expects; this one serves from 2 to 512 rows well (measured).
 EXPECTED_ROWS = 32
+FEW_ROWS = 16
+"""The most rows for which matrices in few bits are multiplied as they are stored; more are worth a dense matrix."""
 # One float32 row: a call of oneDNN takes 17 us at least, in which MKL has read so large a weight.
 LEAST_OF_ONE_ROW = 1 << 18
 
@@ -98,6 +102,7 @@ class PackedWeights:
         self._taken_bytes = 0
         self._copies: dict[tuple[int, ...], Product] = {}  # by the ids of the weights
         self._stacked_copies: dict[int, _StackedCopy] = {}  # of encoded experts
+        self._few_row_products: dict[QuantizedWeight, FewRowProduct | None] = {}
 
     @property
     def copies(self) -> int:
@@ -120,7 +125,7 @@ class PackedWeights:
 
     def clear(self) -> None:
         """Gives the memory of copies back."""
-        self._copies, self._stacked_copies, self._taken_bytes = {}, {}, 0
+        self._copies, self._stacked_copies, self._few_row_products, self._taken_bytes = {}, {}, {}, 0
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, encoder: WeightEncoder | None = None) -> Tensor:
         """x [.., I] @ weight [O, I].T, plus bias [O] -> [.., O] in x's dtype."""
@@ -149,6 +154,22 @@ class PackedWeights:
         if copy is None:
             return tuple(self.product(x, weight, bias, encoder) for weight, bias in zip(weights, biases, strict=True))
         return copy(x).split([len(weight) for weight in weights], dim=-1)
+
+    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """x [M, I] times a frozen matrix in few bits -> [M, O] in x's dtype.
+
+        Few rows in bfloat16 by a kernel that reads its codes, where there is one and room for what it needs.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16 or len(x) > FEW_ROWS or x.requires_grad:
+            return weight.product(x)
+        if weight not in self._few_row_products:
+            product = weight.few_row_product()
+            if product is not None and self._taken_bytes + product.copied_bytes > self.limit_bytes:
+                product = None
+            self._taken_bytes += 0 if product is None else product.copied_bytes
+            self._few_row_products[weight] = product
+        own = self._few_row_products[weight]
+        return weight.product(x) if own is None else own.multiply(x)
 
     def grouped_product(self, x: Tensor, weight: Tensor, counts: Tensor, encoder: WeightEncoder) -> Tensor:
         """Rows x [N, I], those of each layer together, times weight [G, O, I] encoded -> [N, O] in x's dtype.

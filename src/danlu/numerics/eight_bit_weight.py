@@ -38,6 +38,9 @@ class _EightBitWeight(ScaledWeight):
     def _rounded_product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def few_row_product(self) -> None:
+        """None: few rows are rounded as many are."""
+
     def shard(self, rows: slice, columns: slice) -> ScaledWeight:
         """Some rows by the same codes. Of some columns there would be another scale of a token on each rank."""
         assert columns.stop - columns.start == self.shape[1], "a token has one scale of all its features"

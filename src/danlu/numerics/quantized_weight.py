@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
+from danlu.core.layer_types import FewRowProduct
 
 
 class QuantizedModule(nn.Module):
@@ -103,6 +104,10 @@ class QuantizedWeightModule(QuantizedModule):
         pass: nothing is kept for it.
         """
         return _Product.apply(x, self)
+
+    def few_row_product(self) -> FewRowProduct | None:
+        """The product of few rows in bfloat16 by a kernel that reads the codes; None where there is none."""
+        return None
 
     def extra_repr(self) -> str:
         outputs, inputs = self.shape

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.core.errors import ModelError
+from danlu.numerics.few_row_products import FewRowProduct, few_row_product
 from danlu.numerics.format import (
     E2M1_VALUES,
     Format,
@@ -131,6 +132,10 @@ class ScaledWeight(QuantizedWeightModule):
         scales = _wide(tensors["scales"], tensors.get("tensor_scale"), self.form).flatten(0, 1)
         zeros = tensors["zeros"].to(torch.float32).flatten(0, 1) if "zeros" in tensors else None
         _write(out.flatten(0, 1), tensors["codes"].flatten(0, 1), scales, zeros, None, self.form, block)
+
+    def few_row_product(self) -> FewRowProduct | None:
+        """See `numerics.few_row_products`; not of codes that FSDP shards."""
+        return few_row_product(self.scaled()) if "codes" in self._buffers else None
 
     def extra_repr(self) -> str:
         return f"{self.form.element}, {super().extra_repr()}"
