@@ -125,7 +125,8 @@ class PackedWeights:
 
     def clear(self) -> None:
         """Gives the memory of copies back."""
-        self._copies, self._stacked_copies, self._few_row_products, self._taken_bytes = {}, {}, {}, 0
+        self._copies, self._stacked_copies, self._taken_bytes = {}, {}, 0
+        self._few_row_products = {}
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, encoder: WeightEncoder | None = None) -> Tensor:
         """x [.., I] @ weight [O, I].T, plus bias [O] -> [.., O] in x's dtype."""
