@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ftfy
 import pytest
 from builders.curated_rows import conversation, documents, outcomes
 
-from danlu.curation.repair import Repair, is_boilerplate
+from danlu.curation.repair import Repair, decode_again, is_boilerplate
 from danlu.curation.run_steps import run_steps
 
 
@@ -48,6 +49,15 @@ def test_what_is_broken_is_mended(text: str, expected: str, reason: str) -> None
 )
 def test_what_is_right_stays(text: str) -> None:
     assert repaired(text) == (text, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["“It’s” – well… fine—", "全角，标点！ＡＢＣ「引用」か\u3099", "ä½\xa0å¥½", "Ð¿ÑÐ¸Ð²ÐµÑ", "caf√© ‚Äú"]
+)
+def test_texts_that_are_not_looked_at_are_those_that_ftfy_leaves(text: str) -> None:
+    assert decode_again(text) == ftfy.fix_text(
+        text, uncurl_quotes=False, fix_character_width=False, remove_control_chars=False, fix_line_breaks=False
+    )
 
 
 def test_conversations_keep_their_lines_and_are_mended_in_all_parts() -> None:

@@ -19,6 +19,10 @@ from danlu.curation.tables import column
 # Indian scripts and emojis are written with them.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\ufff9-\ufffb]")
 _LINE_ENDS = re.compile("\r\n?")
+# UTF-8 that was decoded wrongly has letters with accents, Cyrillic or Greek ones, or signs that stand for the first
+# bytes of characters. A text without any of them, such as English with curly quotes or Chinese, needs no look. Kana's
+# combining marks are doubtful too: ftfy composes them.
+_DOUBTFUL = re.compile("[^\x00-\x7f‘’“”–—…\u3000-\u3098\u309b-\u9fff\uff00-\uffef]")
 _LONGEST_BOILERPLATE = 120  # characters of a line
 _BOILERPLATE = re.compile(
     r"""
@@ -99,7 +103,7 @@ def decode_again(text: str) -> str:
     """A text in which characters that were decoded wrongly are what they were, with newlines as line ends."""
     if "\r" in text:
         text = _LINE_ENDS.sub("\n", text)
-    if text.isascii() and "&" not in text:
+    if "&" not in text and (text.isascii() or not _DOUBTFUL.search(text)):
         return text
     fixed: str = require("ftfy").fix_text(text, _settings())
     return fixed
