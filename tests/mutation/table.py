@@ -1166,7 +1166,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "replicas[:1] if choice.expert == 1 else [*replicas[:1], *replicas[-1:]]",
         "replicas[:1]",
         "planning/test_search.py",
-        only="every_choice_finds",
+        only="all_of_their_experts",
+    ),
+    Mutation(
+        "planning/search.py",
+        "elif not any(map(self._fits, self.space.smaller_offloads(choice))):",
+        "else:",
+        "planning/test_search.py",
+        only="every_offload_finds",
+    ),
+    Mutation(
+        "planning/search_bounds.py",
+        "key = choice.tensor, choice.expert, is_shared, choice.offload",
+        "key = choice.tensor, choice.expert, is_shared",
+        "planning/test_search.py",
+        only="every_offload_finds",
     ),
     Mutation(
         "planning/choice.py",

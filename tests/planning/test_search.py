@@ -16,7 +16,7 @@ from danlu.core.errors import RecipeError
 from danlu.models.hf_config import read_config_values
 from danlu.parallel.collective_traffic import BUCKET_BYTES
 from danlu.parallel.layout import Layout
-from danlu.planning.choice import Choice, Space
+from danlu.planning.choice import Choice, Offload, Space
 from danlu.planning.cluster import Cluster
 from danlu.planning.plan_cache import PlanCache, _reduce_buffer
 from danlu.planning.search import Candidate, evaluate, planner_of, refusals, search
@@ -43,6 +43,8 @@ WHOLE_SPACE = Space(
 SPACE = replace(
     WHOLE_SPACE, context=(1,), stages=(1, 2), schedules=(("1f1b", None), ("zbv", None)), micro=(2,), recompute=("none",)
 )
+
+SMALL_SPACE = replace(SPACE, sequence=(True,), shards=("zero1", "zero3"), replicates=(1, 2))
 
 
 def workload_of(
@@ -140,6 +142,18 @@ def test_the_space_has_each_way_to_share_states_once(tiny_world: World, tmp_path
         assert (plans[0].plan == plans[1].plan) == is_same
 
 
+def test_few_ranks_that_have_all_of_their_experts_may_have_the_fewest_bytes(tiny_world: World, tmp_path: Path) -> None:
+    """Experts of one rank alone are not gathered: two replicas of two ranks have less than four ranks that gather."""
+    plain_sgd = {"kind": "sgd", "momentum": 0.0}
+    workload = workload_of(tiny_world, tmp_path, MIXTURE, "fp32", optimizer=plain_sgd)
+    target = target_of("2x8xA100-80G", 1 << 40)
+    bounds, space = Bounds(workload, target, PlanCache(workload, target)), Space.of(workload, target)
+    choice = Choice(expert=2, stages=4, micro=8)  # a layer of each stage, and too few micro-batches for gradients
+    least = min(space.sharings(workload, choice, 16), key=bounds.bytes)
+    assert least.replicate == 2
+    assert min(map(bounds.bytes, space.fewest_states(choice, 16))) == bounds.bytes(least)
+
+
 def test_bounds_of_sharded_models_are_below_their_plans(tiny_world: World, tmp_path: Path) -> None:
     """One rank computes a layer's passes with narrow weights in less time, and has them of all chunks under zero1."""
     workload, target = workload_of(tiny_world, tmp_path, DENSE), target_of("8xH100-80G", 1 << 40)
@@ -165,6 +179,46 @@ def test_products_in_8_bits_have_no_more_tensor_ranks_than_key_heads(tiny_world:
         workload = workload_of(tiny_world, tmp_path / precision, DENSE, precision)
         space = Space.of(workload, target_of("4xH100-80G", 1 << 40))
         assert {cut.tensor for cut in space.cuts(workload, 4)} == degrees, "two key heads"
+
+
+OFFLOADS: tuple[Offload, ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"), ("parameters",))
+
+
+@pytest.mark.parametrize(
+    ("config", "on", "space"),
+    [
+        (DENSE, "8xH100-80G", SMALL_SPACE),
+        pytest.param(MIXTURE, "2x8xA100-80G", SMALL_SPACE, marks=pytest.mark.slow),
+        pytest.param(DENSE, "8xH100-80G", WHOLE_SPACE, marks=pytest.mark.slow),
+    ],
+)
+def test_where_nothing_fits_the_search_finds_what_planning_every_offload_finds(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], on: str, space: Space
+) -> None:
+    workload, enough = workload_of(tiny_world, tmp_path, config), target_of(on, 1 << 40)
+    least = min(each.bytes for each in every_one(workload, space, enough))
+    target = target_of(on, round(0.95 * least))
+    offloading = replace(space, offloads=OFFLOADS)
+    assert not every_one(workload, space, target)
+    fitting = every_one(workload, offloading, target)
+    choices = {each.choice for each in fitting}
+    expected = [each for each in fitting if not choices.intersection(offloading.smaller_offloads(each.choice))]
+    assert len(fitting) > len(expected) > 5 and len({each.choice.offload for each in expected}) > 1
+    assert search(workload, offloading, target, top=5) == expected[:5]
+    bounds = Bounds(workload, target, PlanCache(workload, target))
+    for each in fitting:
+        whole = max(bounds.close(each.choice) + bounds.of_data_ranks(each.choice), bounds.copies(each.choice))
+        assert whole <= each.seconds * (1 + 1e-9) and bounds.bytes(each.choice) <= each.bytes, each.choice
+        host = max(stage.memory.host.step for stage in each.plan.stages)
+        assert bounds.host_bytes(each.choice) <= host <= target.host_room_bytes
+    # Controls: without bounds of the host's memory nothing changes, and with room without end other choices count.
+    with monkeypatch.context() as patch:
+        patch.setattr(Bounds, "host_bytes", lambda own, choice: 0.0)
+        assert search(workload, offloading, target, top=5) == expected[:5]
+    with monkeypatch.context() as patch:
+        patch.setattr(Bounds, "bytes", lambda own, choice: 9e99)
+        with pytest.raises(RecipeError, match="no layout"):
+            search(workload, offloading, target)
 
 
 def without_rules(*_: Any) -> Iterator[str]:

@@ -24,6 +24,11 @@ _CHUNKS = (2, 3, 4, 5, 6, 8)
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 Method = Literal["ring", "gather", "ulysses"]
 Kind = Literal["none", "elementwise", "selective", "full"]
+Offload = tuple[Literal["parameters", "optimizer", "activations"], ...]
+_OFFLOADS: tuple[Offload, ...] = (
+    *((), ("optimizer",), ("activations",), ("optimizer", "activations")),
+    *(("parameters",), ("parameters", "activations")),  # whose optimizer state lies with them
+)
 
 
 class Choice(NamedTuple):
@@ -43,6 +48,8 @@ class Choice(NamedTuple):
     replicate: int = 1
     micro: int = 1
     recompute: Kind = "none"
+    offload: Offload = ()
+    """Parts that are offloaded in addition to those of the recipe."""
 
     def data_ranks(self, ranks: int) -> int:
         """The data ranks of so many processes."""
@@ -51,7 +58,8 @@ class Choice(NamedTuple):
     def recipe(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings; its other keys stay."""
         parallel = recipe.parallel.model_copy(update=self.parallel(recipe.parallel))
-        memory = recipe.memory.model_copy(update={"recompute": Recompute(kind=self.recompute)})
+        kept = {"recompute": Recompute(kind=self.recompute), "offload": [*recipe.memory.offload, *self.offload]}
+        memory = recipe.memory.model_copy(update=kept)
         batch = recipe.batch.model_copy(update={"micro": self.micro})
         return recipe.model_copy(update={"parallel": parallel, "memory": memory, "batch": batch})
 
@@ -86,6 +94,7 @@ class Choice(NamedTuple):
             "parallel.replicate": (self.replicate, 1),
             "batch.micro": (self.micro, None),
             "memory.recompute": (self.recompute, "none"),
+            "memory.offload": (f"[{','.join(self.offload)}]", "[]"),
         }
         return [f"{key}={value}" for key, (value, default) in pairs.items() if value != default]
 
@@ -108,13 +117,17 @@ class Space:
     """Replicas of a sharded model (hybrid sharding); None: every divisor of the data ranks."""
     micro: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Kind, ...] = ("none", "selective", "full")
+    offloads: tuple[Offload, ...] = ((),)
+    """Parts that are offloaded where nothing fits without, none of them first. Of those of one choice the ones count
+    that no smaller one makes unneeded: it fits as well, in no more seconds."""
 
     @classmethod
     def of(cls, workload: Workload, target: Target) -> Space:
         """All degrees that divide the ranks; tensor ranks within a node, context ranks for long documents alone.
 
         Left out are other kinds of recomputation, the methods of context ranks but the ring, and the schedules that
-        others beat (naive, gpipe, dualpipev) or that train something else (pipedream).
+        others beat (naive, gpipe, dualpipev) or that train something else (pipedream). A recipe that offloads something
+        says all that is offloaded.
         """
         cluster, config = target.cluster, workload.config
         degrees = tuple(divisors(cluster.ranks))
@@ -127,6 +140,7 @@ class Space:
             expert=tuple(degree for degree in degrees if degree == 1 or config.has_experts),
             stages=tuple(degree for degree in degrees if degree <= layers),
             schedules=(("1f1b", None), *interleaved, ("zb-h1", None), ("zbv", None)),
+            offloads=_OFFLOADS if target.device_type != "cpu" and not workload.recipe.memory.offload else ((),),
         )
 
     def choices(self, workload: Workload, ranks: int) -> Iterator[Choice]:
@@ -135,7 +149,8 @@ class Space:
             for micro_batch in self.micro_batches(workload, cut, ranks):
                 for recompute in self.recompute:
                     for scheduled in self.scheduled(workload, micro_batch._replace(recompute=recompute), ranks):
-                        yield from self.sharings(workload, scheduled, ranks)
+                        for shared in self.sharings(workload, scheduled, ranks):
+                            yield from (shared._replace(offload=offload) for offload in self.offloads)
 
     def cuts(self, workload: Workload, ranks: int) -> Iterator[Choice]:
         """Yields the ways to divide the model and its tokens among the ranks that have one copy.
@@ -188,6 +203,12 @@ class Space:
             elif shard != "zero2" or "zero1" not in self.shards or not _is_zero1(workload, choice):
                 for replicate in self._replicas(choice, ranks):
                     yield choice._replace(shard=shard, replicate=replicate)
+
+    def smaller_offloads(self, choice: Choice) -> Iterator[Choice]:
+        """Yields a choice with each part of what it offloads that is in the space."""
+        for offload in self.offloads:
+            if set(offload) < set(choice.offload):
+                yield choice._replace(offload=offload)
 
     def fewest_states(self, choice: Choice, ranks: int) -> Iterator[Choice]:
         """Yields those of `sharings` of which one has the fewest bytes by `Bounds.bytes`.

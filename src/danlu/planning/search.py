@@ -3,7 +3,8 @@
 The space is a tree: a cut of the model, a size of micro-batches, a kind of recomputation, a schedule, a way to shard.
 Branches wait by the least seconds that a step in them takes (`search_bounds`), the least first; one that comes up is
 divided, or bounded more closely. One choice alone is bounded by its own chunks, then waits by the seconds of its plan,
-and its memory is computed when no other bound is below them. What is left when the best plans are below all bounds
+and its memory is computed when no other bound is below them; where it does not fit, what it may offload is
+tried. What is left when the best plans are below all bounds
 cannot be among them, so the result is that of planning all (branch and bound). Choices that do not fit into the memory
 of the devices are left out.
 """
@@ -53,6 +54,7 @@ class _Level(IntEnum):
 def search(workload: Workload, space: Space, target: Target, top: int = 10) -> list[Candidate]:
     """The fastest choices of a space that fit into the target's memory, the fastest first.
 
+    Where nothing fits, they are the fastest of those that offload something in addition.
     Raises RecipeError where no speeds are known, and where nothing fits.
     """
     if target.training_speeds(compiled=workload.recipe.compile) is None:
@@ -60,9 +62,14 @@ def search(workload: Workload, space: Space, target: Target, top: int = 10) -> l
             "a search compares seconds, and the speed of this machine is not known. Run danlu bench machine, or name a "
             "cluster with --on"
         )
-    searched = _Search(workload, space, target, top)
+    without = replace(space, offloads=space.offloads[:1])
+    searched = _Search(workload, without, target, top)
     if best := searched.run():
         return best
+    if space.offloads[1:]:
+        searched = _Search(workload, space, target, top)
+        if best := searched.run():
+            return best
     where = f"no layout of {target.cluster.ranks} x {target.cluster.card.name}"
     if refused := searched.refused_by:
         raise RecipeError([f"{where} that holds this recipe can train it", *refused])
@@ -77,6 +84,8 @@ class _Search:
         self.best: list[Candidate] = []
         self._planners: dict[Choice, StepPlanner] = {}
         """Those of single choices that wait."""
+        self._fitting: dict[Choice, bool] = {}
+        """Whether choices fit that offload a part of what others do."""
         self._refused: Choice | None = None
         """One that might fit, which a run refuses."""
         self._plans_any = False
@@ -97,9 +106,10 @@ class _Search:
             if self._is_too_slow(least):
                 break
             if level == _Level.TIMED:
-                self._judge(choice, self._planners.pop(choice))
-                continue
-            for bound, deeper, branch in self._branches(least, level, choice):
+                branches = self._judge(least, choice, self._planners.pop(choice))
+            else:
+                branches = self._branches(least, level, choice)
+            for bound, deeper, branch in branches:
                 heapq.heappush(waiting, (max(least, bound), deeper, branch))
         return self.best
 
@@ -126,10 +136,13 @@ class _Search:
                 yield bounds.close(choice), _Level.BOUNDED, choice
             case _Level.BOUNDED:
                 for branch in self.space.sharings(self.workload, choice, ranks):
-                    if bounds.bytes(branch) <= self.target.cluster.card.memory_bytes:
-                        # Layers of a model that is not sharded compute more.
-                        computed = least if branch.shard != "none" else max(least, bounds.close(branch))
-                        yield computed + bounds.of_data_ranks(branch), _Level.SHARING, branch
+                    possible = [branch] if self._holds(branch) else self._offloading(branch)
+                    if not possible:
+                        continue
+                    # Layers of a model that is not sharded compute more.
+                    computed = least if branch.shard != "none" else max(least, bounds.close(branch))
+                    bound = computed + bounds.of_data_ranks(branch)
+                    yield from ((max(bound, bounds.copies(each)), _Level.SHARING, each) for each in possible)
             case _Level.SHARING:
                 planner = planner_of(self.workload, choice, self.target, self.cache)
                 if planner is None:
@@ -139,23 +152,48 @@ class _Search:
                 if planner.may_fit(self.target.cluster.card.memory_bytes):
                     self._planners[choice] = planner
                     yield planner.least_seconds, _Level.MAY_FIT, choice
+                elif variants := self._offloading(choice):
+                    least = planner.least_seconds
+                    yield from ((max(least, bounds.copies(each)), _Level.SHARING, each) for each in variants)
             case _Level.MAY_FIT:
                 yield self._planners[choice].seconds, _Level.TIMED, choice
 
     def _may_fit(self, choice: Choice) -> bool:
         """Whether it might fit, were its states sharded among as many ranks as there are."""
-        most = self.target.cluster.card.memory_bytes
-        return any(
-            self.bounds.bytes(each) <= most for each in self.space.fewest_states(choice, self.target.cluster.ranks)
-        )
+        fewest = list(self.space.fewest_states(choice, self.target.cluster.ranks))
+        return any(self._holds(each._replace(offload=offload)) for offload in self.space.offloads for each in fewest)
+
+    def _holds(self, choice: Choice) -> bool:
+        """Whether a card and its host might hold it, by bounds of its bytes."""
+        is_held = self.bounds.bytes(choice) <= self.target.cluster.card.memory_bytes
+        return is_held and self.bounds.host_bytes(choice) <= self.target.host_room_bytes
+
+    def _offloading(self, choice: Choice) -> list[Choice]:
+        """A choice that does not fit with each thing offloaded that might make it fit, in no fewer seconds."""
+        if choice.offload:
+            return []
+        return [each for offload in self.space.offloads[1:] if self._holds(each := choice._replace(offload=offload))]
 
     def _is_too_slow(self, seconds: float) -> bool:
         return len(self.best) == self.top and seconds > self.best[-1].seconds
 
-    def _judge(self, choice: Choice, planner: StepPlanner) -> None:
-        """Puts a choice among the best where it fits."""
-        if planner.fits(self.target.cluster.card.memory_bytes):
+    def _judge(self, least: float, choice: Choice, planner: StepPlanner) -> Iterator[tuple[float, _Level, Choice]]:
+        """Puts a choice among the best where it fits and needs all that it offloads; where it does not fit, yields
+        those that offload more."""
+        if not planner.fits(self.target.cluster.card.memory_bytes):
+            yield from ((least, _Level.SHARING, each) for each in self._offloading(choice))
+        elif not any(map(self._fits, self.space.smaller_offloads(choice))):
             self.best = sorted([*self.best, _candidate(choice, planner)])[: self.top]
+
+    def _fits(self, choice: Choice) -> bool:
+        """Whether a choice without all that another offloads fits."""
+        if choice not in self._fitting:
+            self._fitting[choice] = self._holds(choice) and self._planned_to_fit(choice)
+        return self._fitting[choice]
+
+    def _planned_to_fit(self, choice: Choice) -> bool:
+        planner = planner_of(self.workload, choice, self.target, self.cache)
+        return planner is not None and planner.fits(self.target.cluster.card.memory_bytes)
 
 
 def planner_of(workload: Workload, choice: Choice, target: Target, cache: PlanCache) -> StepPlanner | None:

@@ -21,6 +21,7 @@ from danlu.planning.activation_memory import ActivationBytes
 from danlu.planning.choice import Choice, Shard
 from danlu.planning.chunk_costs import ModelSeconds, model_seconds
 from danlu.planning.collective_seconds import Work, each_collective_seconds
+from danlu.planning.offload_seconds import LOCKED
 from danlu.planning.pipeline_bounds import lower_bound
 from danlu.planning.pipeline_simulation import in_flight_formula
 from danlu.planning.plan_cache import PlanCache
@@ -148,6 +149,7 @@ class Bounds:
         self._weights: dict[Hashable, list[Weight]] = {}
         self._divisions: dict[Hashable, Division] = {}
         self._in_flight: dict[Hashable, tuple[list[int], float]] = {}
+        self._copies: dict[Hashable, tuple[list[int], list[float]]] = {}
         self._most_work: dict[Hashable, dict[Work | None, float]] = {}
 
     def quick(self, choice: Choice) -> float:
@@ -214,18 +216,50 @@ class Bounds:
         reduced = choice.recipe(self.workload.recipe).parallel.reduces_each_micro_batch
         return total + states.gradients.of(layers, *(shards if reduced else (1, 1)))
 
+    def host_bytes(self, choice: Choice) -> float:
+        """Bytes of activations of the first stage that a choice keeps in the host's memory."""
+        if "activations" not in choice.offload:
+            return 0.0
+        counts, each = self._copied(choice)
+        return sum(counts) * min(each)
+
+    def copies(self, choice: Choice) -> float:
+        """Seconds in which the first stage's activations are copied to the host and back."""
+        if "activations" not in choice.offload:
+            return 0.0
+        micro_batches = self._micro_batches(choice)[1]
+        rate = LOCKED * self.target.cluster.card.pcie
+        return 2 * micro_batches * sum(self._copied(choice)[1]) / rate * (1 - _ROUNDING)
+
+    def _copied(self, choice: Choice) -> tuple[list[int], list[float]]:
+        """The number of passes of each chunk of the first stage in flight, and the bytes that each keeps."""
+        key = choice._replace(expert=1, shard="none", replicate=1, offload=())
+        if key not in self._copies:
+            micro, micro_batches = self._micro_batches(key)
+            division, kept = self._division(key), self._kept_of(key, micro)[0]
+            each = [kept.of(division.of_chunk[chunk]) for chunk in division.local[0]]
+            self._copies[key] = _in_flight(key, each, micro_batches), each
+        return self._copies[key]
+
     def _activations(self, choice: Choice) -> tuple[list[int], float]:
         """The number of passes of each chunk of the first stage in flight, and the bytes that they keep, with those of
         a backward pass."""
-        key = choice._replace(expert=1, shard="none", replicate=1)  # on which it does not depend
+        key = choice._replace(expert=1, shard="none", replicate=1, offload=())  # on which it does not depend
+        if "activations" in self._offloaded(choice):  # next to nothing is known to stay
+            key = key._replace(offload=("activations",))
         if key not in self._in_flight:
             micro, micro_batches = self._micro_batches(choice)
             division = self._division(choice)
             kept, transient = self._kept_of(choice, micro)
+            if key.offload:
+                kept, transient = PerLayer((0.0,) * len(kept.layers), 0.0), 0.0
             each = [kept.of(division.of_chunk[chunk]) for chunk in division.local[0]]
             counts = _in_flight(choice, each, micro_batches)
             self._in_flight[key] = counts, transient + sum(map(operator.mul, counts, each))
         return self._in_flight[key]
+
+    def _offloaded(self, choice: Choice) -> set[str]:
+        return {*self.workload.recipe.memory.offload, *choice.offload}
 
     def _shards(self, choice: Choice) -> tuple[int, int]:
         """The data and context ranks that share a parameter, and those that share experts."""
@@ -290,7 +324,7 @@ class Bounds:
         Rows with several answers are dealt out to as many data ranks as there are, and to micro-batches by stages.
         """
         shard: Shard = "none" if choice.shard == "none" else "zero1"
-        choice = choice._replace(shard=shard, replicate=1, micro=micro)
+        choice = choice._replace(shard=shard, replicate=1, micro=micro, offload=())
         return choice if self.workload.lengths.trees is not None else _in_one_stage(choice)
 
     def _of(self, workload: Workload, alone: Choice, choice: Choice) -> Workload:
@@ -327,7 +361,8 @@ class Bounds:
         return self._waits[alone]
 
     def _states_of(self, choice: Choice) -> _States:
-        key = choice.tensor, choice.expert
+        is_shared = choice.data_ranks(self._ranks) * choice.context > 1
+        key = choice.tensor, choice.expert, is_shared, choice.offload
         if key not in self._states:
             alone = _in_one_stage(choice)._replace(shard="none", replicate=1)
             layout = replace(self._layout(choice._replace(shard="none", replicate=1)), pipeline=1)

@@ -208,7 +208,7 @@ class StepPlanner:
         """Whether the first and the last stage might take no more than so many bytes, were there no messages: in less
         time."""
         stages = self.layout.pipeline
-        if stages == 1:
+        if stages == 1 or not self._fits_host:
             return self.fits(most_bytes)
         return all(self._without_messages(stage).allocated <= most_bytes for stage in (0, stages - 1))
 
@@ -230,10 +230,17 @@ class StepPlanner:
         return _memory(states.states, peak_bytes(order, [every] * self._fewest, self._rank_cost(states.states)))
 
     def fits(self, most_bytes: int) -> bool:
-        """Whether no stage takes more than so many bytes."""
+        """Whether no stage takes more than so many bytes, and what is offloaded no more than the host has."""
         first = (0, self.layout.pipeline - 1)  # which have the embedding, most in flight, and the head
         stages = dict.fromkeys((*first, *range(self.layout.pipeline)))
-        return all(self.memory(stage).allocated <= most_bytes for stage in stages)
+        return self._fits_host and all(self.memory(stage).allocated <= most_bytes for stage in stages)
+
+    @cached_property
+    def _fits_host(self) -> bool:
+        if not self.workload.recipe.memory.offload or self.target.device_type == "cpu":
+            return True
+        most = max(self._host_bytes(stage).step for stage in range(self.layout.pipeline))
+        return most <= self.target.host_room_bytes
 
     @cached_property
     def _stages(self) -> list[StageStates]:

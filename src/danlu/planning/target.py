@@ -11,6 +11,9 @@ from danlu.planning.device_map import Device
 from danlu.planning.machine_profile import MachineProfile
 from danlu.planning.speeds import COMPILED_PASSES, CardSpeeds, ProfileSpeeds, Speeds
 
+HOST_SHARE = 2
+"""The memory of a node outside of its cards over that of its cards, where a cluster does not say it: of NVIDIA's DGX
+systems from V100 to H100 it is 2 to 3.2."""
 CPU = "CPU"
 """The name of a card that is a CPU's processors (`Cluster.here`)."""
 
@@ -36,6 +39,14 @@ class Target:
             free = next(each.free_bytes for each in self.devices if each.name == device)
             return whole if free is None else free
         return whole if free is None else min(whole, free)
+
+    @property
+    def host_room_bytes(self) -> int:
+        """Bytes of the host's memory for each rank of a node."""
+        cluster = self.cluster
+        if cluster.host_memory_bytes is not None:
+            return cluster.host_memory_bytes // cluster.cards_per_node
+        return HOST_SHARE * cluster.card.memory_bytes
 
     @property
     def device_type(self) -> str:
