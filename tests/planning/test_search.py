@@ -179,6 +179,11 @@ def test_products_in_8_bits_have_no_more_tensor_ranks_than_key_heads(tiny_world:
         workload = workload_of(tiny_world, tmp_path / precision, DENSE, precision)
         space = Space.of(workload, target_of("4xH100-80G", 1 << 40))
         assert {cut.tensor for cut in space.cuts(workload, 4)} == degrees, "two key heads"
+        target = target_of("4xH100-80G", 1 << 40)
+        candidate = evaluate(workload, Choice(), target, PlanCache(workload, target))
+        assert candidate is not None
+        said = any("products in 8 bits take as long" in line for line in candidate.plan.assumptions)
+        assert said == (precision == "fp8")
 
 
 OFFLOADS: tuple[Offload, ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"), ("parameters",))

@@ -424,6 +424,8 @@ class StepPlanner:
             said.append(f"every packed sequence is one document of data.max_length ({length}) tokens")
         if self.workload.lengths.assumption:
             said.append(self.workload.lengths.assumption)
+        if self.workload.recipe.fp8 is not None:
+            said.append("products in 8 bits take as long as those in the type of activations")
         if kinds := self.workload.planned_kinds:
             counts = ", ".join(f"{kind} of {count}" for kind, count in Counter(kinds).items())
             said.append(f"memory.recompute: planned chooses by expected seconds ({counts} layers); a run measures them")
