@@ -210,6 +210,7 @@ def test_where_nothing_fits_the_search_finds_what_planning_every_offload_finds(
     expected = [each for each in fitting if not choices.intersection(offloading.smaller_offloads(each.choice))]
     assert len(fitting) > len(expected) > 5 and len({each.choice.offload for each in expected}) > 1
     assert search(workload, offloading, target, top=5) == expected[:5]
+    assert search(workload, offloading, target, top=len(fitting)) == expected, "none that offloads more than it needs"
     bounds = Bounds(workload, target, PlanCache(workload, target))
     for each in fitting:
         whole = max(bounds.close(each.choice) + bounds.of_data_ranks(each.choice), bounds.copies(each.choice))
