@@ -1280,6 +1280,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "zeros",
     ),
     Mutation(
+        "numerics/quantizers/awq.py",
+        "error = ((change @ hessian) * change).sum(1, keepdim=True)",
+        "error = (change * change).sum(1, keepdim=True)",
+        "numerics/quantizers/test_awq.py",
+        "test_clips_are_the_best_of_all_bounds_over_all_tokens",
+    ),
+    Mutation(
+        "numerics/quantizers/awq.py",
+        "shares.flatten(1)[:, : len(total)].sum(0)",
+        "shares.flatten(1)[:, : len(total)].amax(0)",
+        "numerics/quantizers/test_awq.py",
+        "test_factors_are_of_mean_inputs_and_of_shares_of_weights",
+    ),
+    Mutation(
         "numerics/quantizers/gptq.py",
         "number = self._places[column] // self._wide",
         "number = column // self._wide",

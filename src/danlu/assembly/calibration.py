@@ -31,9 +31,6 @@ from danlu.models.modules import Embedding, GroupedLinear, Linear
 from danlu.models.rope import Rotation, rotary_tables
 from danlu.numerics.quantizers.statistics import Need, Statistics, StatisticsSum
 
-SAMPLE_TOKENS = 512
-"""Tokens that a sample has, as in AWQ's search for clips."""
-
 
 @dataclass
 class CalibrationPack:
@@ -114,9 +111,8 @@ class Calibration:
         """
         first = layer.get_submodule(names[0])
         assert isinstance(first, Linear | GroupedLinear)
-        of_pack = -(-SAMPLE_TOKENS // len(self.packs))
         count = first.stored_weight.shape[0] if isinstance(first, GroupedLinear) else 1
-        sums = [StatisticsSum(first.shape[1], needs, sample_tokens=of_pack) for _ in range(count)]
+        sums = [StatisticsSum(first.shape[1], needs) for _ in range(count)]
 
         def take(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             if isinstance(module, GroupedLinear):

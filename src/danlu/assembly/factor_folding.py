@@ -22,7 +22,7 @@ from danlu.models.decoder import Layer
 from danlu.models.experts import MoE, Router
 from danlu.models.modules import MLP, GroupedLinear, LayerNorm, Linear, RMSNorm
 from danlu.numerics.format import Format, encode
-from danlu.numerics.quantizers.awq import candidate_factors
+from danlu.numerics.quantizers.awq import candidate_factors, weight_share
 from danlu.numerics.quantizers.statistics import Need, Statistics
 
 SEARCH_TOKENS = 16384
@@ -160,9 +160,11 @@ def searched_factors(
     wanted = [_first(inspected(*arguments, **named)) for arguments, named in calls]
     weights = [(_weight(layer.get_submodule(name)), form_of(name)) for name in fold.readers]
     kept = [weight.clone() for weight, _ in weights]
+    rounded = [(original, form) for original, (_, form) in zip(kept, weights, strict=True) if form is not None]
+    share = weight_share([weight for weight, _ in rounded], rounded[0][1]) if rounded else torch.ones_like(magnitude)
     best, least = torch.ones_like(magnitude), torch.inf
     with torch.no_grad():
-        for _, factors in candidate_factors(magnitude):
+        for _, factors in candidate_factors(magnitude, share):
             for (weight, form), original in zip(weights, kept, strict=True):
                 if form is not None:
                     weight.copy_(encode(original * factors, form).decode() / factors)

@@ -29,7 +29,6 @@ from danlu.models.hf_folder import fingerprint
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.sites import sites_of
 from danlu.numerics.format import Format, Scaled, encode
-from danlu.numerics.quantizers.awq import Awq
 from danlu.numerics.quantizers.quantizer import Nearest, Quantizer, check_finite
 from danlu.numerics.quantizers.smooth_quant import smoothing_factors
 from danlu.numerics.quantizers.statistics import Statistics
@@ -211,8 +210,6 @@ class LayerwiseQuantizer:
         linear = _linear(layer, name)
         weight, form = linear.stored_weight.detach(), self._method.form
         quantizer = self._method.quantizer
-        if isinstance(quantizer, Awq) and name.rpartition(".")[2] in ("q_proj", "k_proj"):
-            quantizer = Awq(clip=False)  # a clipped key or query changes all scores of its head (AWQ's own code)
         notes: list[str] = []
         if statistics is None:
             scaled = encode(weight, form)

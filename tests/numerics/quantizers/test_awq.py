@@ -1,9 +1,12 @@
 """AWQ's factors and clips, and SmoothQuant's factors, by their formulas."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from danlu.numerics.format import Format, encode
-from danlu.numerics.quantizers.awq import Awq, candidate_factors, clipped
+from danlu.numerics.quantizers.awq import Awq, candidate_factors, weight_share
 from danlu.numerics.quantizers.smooth_quant import smoothing_factors
 from danlu.numerics.quantizers.statistics import Statistics
 
@@ -15,31 +18,44 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 40, generator=generator), torch.randn(64, 40, generator=generator)
 
 
-def test_factors_are_powers_of_the_mean_magnitude_around_one() -> None:
-    magnitude = torch.tensor([0.5, 2.0, 8.0])
-    factors = dict(candidate_factors(magnitude))
-    assert list(factors) == [step / 20 for step in range(20)]
-    torch.testing.assert_close(factors[0.0], torch.ones(3))
-    torch.testing.assert_close(factors[0.5], magnitude.sqrt() / (0.5**0.5 * 8**0.5) ** 0.5)
+def test_factors_are_of_mean_inputs_and_of_shares_of_weights() -> None:
+    magnitude, share = torch.tensor([0.5, 2.0, 8.0]), torch.tensor([0.25, 0.5, 0.25])
+    ones, *others = candidate_factors(magnitude, share)
+    assert ones[0] == 0 and ones[1].equal(torch.ones(3))
+    assert [ratio for ratio, _ in others] == [step / 19 for step in range(20)]
+    for ratio, factors in others:
+        wanted = magnitude**ratio / share ** (1 - ratio)
+        torch.testing.assert_close(factors, wanted / (wanted.max() * wanted.min()).sqrt(), rtol=1e-3, atol=0)
+    weights = [torch.tensor([[1.0, -2.0, 0.5, 4.0, 3.0]]), torch.tensor([[[0.0, 1.0, -1.0, 0.0, 7.0]]])]
+    found = weight_share(weights, Format("int4", (1, 2)))
+    torch.testing.assert_close(found, torch.tensor([0.25, 1.0, 0.5625, 0.5, 1.0]))
 
 
-def test_clips_lose_no_more_than_none_do_in_each_group() -> None:
+@pytest.mark.parametrize("form", [FORM, Format("int4", (1, 16))], ids=["zeros", "symmetric"])
+def test_clips_are_the_best_of_all_bounds_over_all_tokens(form: Format) -> None:
+    """By the outputs of each row's group in float64; other inputs have other bounds."""
     weight, x = inputs()
     weight[:, ::16] *= 4  # an outlier in each group
-    bounded = clipped(weight, x, FORM)
-    solved = Awq().solve(weight, Statistics(64, sample=x), FORM)
-    assert solved.decode().equal(encode(bounded, FORM).decode())
+    hessian = x.T @ x / len(x)
+    solved = Awq().solve(weight, Statistics(64, hessian=hessian), form)
     better = 0
     for start in range(0, 40, 16):
         part = slice(start, start + 16)
-        errors = [
-            ((encode(each, FORM).decode()[:, part] - weight[:, part]) @ x[:, part].T).square().mean(1)
-            for each in (bounded, weight)
-        ]
-        assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
-        better += int((errors[0] < 0.9 * errors[1]).sum())
-    assert better > 4
-    assert Awq(clip=False).solve(weight, Statistics(64, sample=x), FORM).codes.equal(encode(weight, FORM).codes)
+        group, of_inputs = weight[:, part], x[:, part].double()
+        candidates = list[torch.Tensor]()
+        for step in range(21):
+            bound = group.abs().amax(1, keepdim=True) * (1 - step / 40)
+            candidates.append(encode(group.clamp(-bound, bound), replace(form, block=(1, 0))).decode())
+        numbers = torch.stack(candidates)
+        errors = ((numbers - group).double() @ of_inputs.T).square().mean(2)  # [candidates, O]
+        own = ((solved.decode()[:, part] - group).double() @ of_inputs.T).square().mean(1)
+        torch.testing.assert_close(own, errors.amin(0), rtol=1e-4, atol=0)
+        better += int((errors[0] > 1.1 * own).sum())
+        nearest = (numbers - group).square().mean(2)  # the control: bounds by weights alone
+        assert (errors.gather(0, nearest.argmin(0, keepdim=True)) > 1.01 * own).any()
+    assert better > 8
+    unclipped = Awq(clip=False).solve(weight, Statistics(64, hessian=hessian), form)
+    assert unclipped.codes.equal(encode(weight, form).codes)
 
 
 def test_smoothing_takes_the_root_of_inputs_over_weights() -> None:

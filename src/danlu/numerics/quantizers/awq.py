@@ -1,86 +1,106 @@
 """AWQ (arXiv:2306.00978): inputs that are large get finer steps by factors on the weight's columns, and clipping.
 
 The factors are searched by the error of a module's output, which needs the module: `assembly` does that with
-`candidate_factors`. Here are the factors, and the search of each group's largest number by the group's own output.
+`candidate_factors`. Here are the factors, and the search of each group's largest number by the group's own output over
+all tokens of calibration. (AWQ's own code takes 512 tokens, ten bounds, and leaves queries and keys out.)
 
-O, I outputs and inputs · G groups of inputs · N tokens
+O, I outputs and inputs · G groups of inputs
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from danlu.numerics.format import Format, Scaled, encode
 from danlu.numerics.quantizers.statistics import Need, Statistics
 
 RATIOS = 20
 _LEAST_FACTOR = 1e-4
+_LEAST_SHARE = 1e-4
 _CLIP_STEPS = 20
 _LARGEST_CUT = 0.5
-_TILE_ELEMENTS = 1 << 24
-"""The most products of a tile of rows in the search for clips: 64 MiB in float32."""
 
 
-def candidate_factors(magnitude: Tensor) -> Iterator[tuple[float, Tensor]]:
-    """Yields (r, magnitude^r over the root of its extremes' product), [I] float32, for r = 0, 1/20, .., 19/20.
+def candidate_factors(magnitude: Tensor, share: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Yields (r, factors [I] float32): ones first, and then magnitude^r / share^(1 - r), over the root of its extremes'
+    product, for r = 0, 1/19, .., 1.
 
-    magnitude [I]: the mean of |x|. For r = 0 all factors are 1.
+    magnitude [I]: the mean of |x|. share [I]: see `weight_share`. The paper has no weights in it (share = 1); AutoAWQ
+    and llm-compressor do ("duo scaling").
     """
+    magnitude = magnitude.float().clamp_min(_LEAST_FACTOR)
+    yield 0.0, torch.ones_like(magnitude)
     for step in range(RATIOS):
-        ratio = step / RATIOS
-        factors = magnitude.float().clamp_min(_LEAST_FACTOR).pow(ratio).clamp_min(_LEAST_FACTOR)
+        ratio = step / (RATIOS - 1)
+        factors = (magnitude.pow(ratio) / (share.pow(1 - ratio) + _LEAST_SHARE)).clamp_min(_LEAST_FACTOR)
         yield ratio, factors / (factors.max() * factors.min()).sqrt()
+
+
+def weight_share(weights: Sequence[Tensor], form: Format) -> Tensor:
+    """Returns the mean over all rows of |w| divided by the largest |w| of its block of the row, [I] float32.
+
+    weights: [O, I], or [E, O, I] of experts.
+    """
+    total, rows = torch.zeros(weights[0].shape[-1], device=weights[0].device), 0
+    for weight in weights:
+        size = weight.float().abs().flatten(0, -2)
+        wide = form.block_of(*size.shape)[1]
+        groups = pad(size, (0, -size.shape[1] % wide)).unflatten(1, (-1, wide))  # [O, G, wide]
+        shares = groups / groups.amax(2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        total += shares.flatten(1)[:, : len(total)].sum(0)
+        rows += len(size)
+    return total / rows
 
 
 @dataclass(frozen=True)
 class Awq:
     """Rounding to the nearest in groups that are clipped where that makes the group's output error less.
 
-    Each row's group keeps 100 %, 97.5 %, .., 52.5 % of its largest magnitude: what loses the least over the sample of
-    inputs. Formats with other blocks than groups of inputs are not clipped.
+    Each row's group keeps 100 %, 97.5 %, .., 50 % of its largest magnitude: what loses the least over the inputs of
+    calibration. Formats with other blocks than groups of inputs are not clipped.
     """
 
     clip: bool = True
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"sample", "magnitude"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"hessian"})
 
     def solve(self, weight: Tensor, statistics: Statistics, form: Format) -> Scaled:
         """See `Quantizer.solve`."""
         weight = weight.float()
-        if self.clip and form.block[0] == 1 and form.scale != "e4m3" and statistics.sample is not None:
-            weight = clipped(weight, statistics.sample, form)
+        if self.clip and form.block[0] == 1 and form.scale != "e4m3" and statistics.hessian is not None:
+            weight = clipped(weight, statistics.hessian, form)
         return encode(weight, form)
 
 
-def clipped(weight: Tensor, sample: Tensor, form: Format) -> Tensor:
-    """Returns weight [O, I] float32 with each group within the bounds that lose the least over inputs [N, I]."""
+def clipped(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
+    """Returns weight [O, I] float32 with each group within the bounds that lose the least.
+
+    hessian [I, I]: the mean of x x^T, with which the loss of a row's group is d^T H d for its change d.
+    """
     columns = weight.shape[1]
     wide = form.block_of(*weight.shape)[1]
     result = weight.clone()
-    step = max(1, _TILE_ELEMENTS // max(1, len(sample)))
     for start in range(0, columns, wide):
-        x = sample[:, start : start + wide].float()  # [N, group]
-        for row in range(0, len(weight), step):
-            part = result[row : row + step, start : start + wide]
-            part.copy_(_clipped_group(part, x, form))
+        group = slice(start, start + wide)
+        result[:, group] = _clipped_group(weight[:, group], hessian[group, group].float(), form)
     return result
 
 
-def _clipped_group(weight: Tensor, x: Tensor, form: Format) -> Tensor:
-    """Returns one group of all rows, weight [O, group], within its best bounds for inputs x [N, group]."""
-    wanted = weight @ x.T  # [O, N]
+def _clipped_group(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
+    """Returns one group of all rows, weight [O, group], within its best bounds for a Hessian [group, group]."""
     largest = weight.abs().amax(1, keepdim=True)
     best_bound = largest.clone()
     least = torch.full_like(largest, torch.inf)
-    for cut in range(int(_LARGEST_CUT * _CLIP_STEPS)):
-        bound = largest * (1 - cut / _CLIP_STEPS)
-        rounded = encode(weight.clamp(-bound, bound), form).decode()
-        error = (rounded @ x.T - wanted).square().mean(1, keepdim=True)
+    for step in range(_CLIP_STEPS + 1):
+        bound = largest * (1 - _LARGEST_CUT * step / _CLIP_STEPS)
+        change = encode(weight.clamp(-bound, bound), form).decode() - weight
+        error = ((change @ hessian) * change).sum(1, keepdim=True)
         is_better = error < least
         least, best_bound = error.where(is_better, least), bound.where(is_better, best_bound)
     return weight.clamp(-best_bound, best_bound)

@@ -1,6 +1,6 @@
 """Statistics that calibration keeps of the inputs of a linear layer.
 
-I inputs of the layer · T tokens of a pack · N tokens that are kept
+I inputs of the layer · T tokens of a pack
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Need = Literal["hessian", "magnitude", "largest", "sample"]
+Need = Literal["hessian", "magnitude", "largest"]
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,16 @@ class Statistics:
     """[I]: the mean of |x|."""
     largest: Tensor | None = None
     """[I]: the greatest |x|."""
-    sample: Tensor | None = None
-    """[N, I]: tokens evenly apart."""
 
 
 class StatisticsSum:
-    """Adds up `Statistics` pack by pack.
+    """Adds up `Statistics` pack by pack."""
 
-    sample_tokens: how many tokens of each pack are kept, evenly apart, where a sample is needed.
-    """
-
-    def __init__(self, inputs: int, needs: Collection[Need], *, sample_tokens: int = 0) -> None:
-        self._needs = frozenset(needs)
-        self._sample_tokens = sample_tokens
+    def __init__(self, inputs: int, needs: Collection[Need]) -> None:
         self._tokens = 0
         self._hessian = torch.zeros(inputs, inputs) if "hessian" in needs else None
         self._magnitude = torch.zeros(inputs) if "magnitude" in needs else None
         self._largest = torch.zeros(inputs) if "largest" in needs else None
-        self._sample: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
         """Adds inputs x [T, I] of any float dtype."""
@@ -57,9 +49,6 @@ class StatisticsSum:
             self._magnitude = self._magnitude.to(x.device) + x.abs().sum(0)
         if self._largest is not None:
             self._largest = torch.maximum(self._largest.to(x.device), x.abs().amax(0))
-        if "sample" in self._needs:
-            step = -(-len(x) // max(1, self._sample_tokens))
-            self._sample.append(x[::step].clone())
 
     def statistics(self) -> Statistics | None:
         """Returns the statistics; None where no token has come."""
@@ -70,5 +59,4 @@ class StatisticsSum:
             None if self._hessian is None else self._hessian / self._tokens,
             None if self._magnitude is None else self._magnitude / self._tokens,
             self._largest,
-            torch.cat(self._sample) if self._sample else None,
         )
