@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from danlu.numerics.format import Format, encode
+from danlu.numerics.format import Format, encode, encode_as
 from danlu.numerics.quantizers.awq import Awq, candidate_factors, weight_share
 from danlu.numerics.quantizers.smooth_quant import smoothing_factors
 from danlu.numerics.quantizers.statistics import Statistics
@@ -45,7 +45,8 @@ def test_clips_are_the_best_of_all_bounds_over_all_tokens(form: Format) -> None:
         candidates = list[torch.Tensor]()
         for step in range(21):
             bound = group.abs().amax(1, keepdim=True) * (1 - step / 40)
-            candidates.append(encode(group.clamp(-bound, bound), replace(form, block=(1, 0))).decode())
+            grid = encode(group.clamp(-bound, bound), replace(form, block=(1, 0)))
+            candidates.append(encode_as(group, grid).decode())
         numbers = torch.stack(candidates)
         errors = ((numbers - group).double() @ of_inputs.T).square().mean(2)  # [candidates, O]
         own = ((solved.decode()[:, part] - group).double() @ of_inputs.T).square().mean(1)

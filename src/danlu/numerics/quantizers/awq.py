@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from danlu.numerics.format import Format, Scaled, encode
+from danlu.numerics.format import Format, Scaled, encode, encode_as
 from danlu.numerics.quantizers.statistics import Need, Statistics
 
 RATIOS = 20
@@ -74,14 +74,16 @@ class Awq:
         """See `Quantizer.solve`."""
         weight = weight.float()
         if self.clip and form.block[0] == 1 and form.scale != "e4m3" and statistics.hessian is not None:
-            weight = clipped(weight, statistics.hessian, form)
+            return encode_as(weight, encode(clipped(weight, statistics.hessian, form), form))
         return encode(weight, form)
 
 
 def clipped(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
-    """Returns weight [O, I] float32 with each group within the bounds that lose the least.
+    """Returns weight [O, I] float32 with each group within the bounds of which scales and zeros lose the least.
 
-    hessian [I, I]: the mean of x x^T, with which the loss of a row's group is d^T H d for its change d.
+    hessian [I, I]: the mean of x x^T, with which the loss of a row's group is d^T H d for its change d. The change is
+    that of the weight itself, which is rounded with these scales and zeros: integers of both signs have one code below
+    the bound.
     """
     columns = weight.shape[1]
     wide = form.block_of(*weight.shape)[1]
@@ -99,7 +101,7 @@ def _clipped_group(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
     least = torch.full_like(largest, torch.inf)
     for step in range(_CLIP_STEPS + 1):
         bound = largest * (1 - _LARGEST_CUT * step / _CLIP_STEPS)
-        change = encode(weight.clamp(-bound, bound), form).decode() - weight
+        change = encode_as(weight, encode(weight.clamp(-bound, bound), form)).decode() - weight
         error = ((change @ hessian) * change).sum(1, keepdim=True)
         is_better = error < least
         least, best_bound = error.where(is_better, least), bound.where(is_better, best_bound)
