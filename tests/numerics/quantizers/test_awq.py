@@ -26,9 +26,10 @@ def test_factors_are_of_mean_inputs_and_of_shares_of_weights() -> None:
     for ratio, factors in others:
         wanted = magnitude**ratio / share ** (1 - ratio)
         torch.testing.assert_close(factors, wanted / (wanted.max() * wanted.min()).sqrt(), rtol=1e-3, atol=0)
-    weights = [torch.tensor([[1.0, -2.0, 0.5, 4.0, 3.0]]), torch.tensor([[[0.0, 1.0, -1.0, 0.0, 7.0]]])]
+    rows = torch.tensor([[1.0, -2.0, 0.5, 4.0, 3.0], [2.0, 2.0, -1.0, 1.0, 0.0]])
+    weights = [rows, torch.tensor([[[0.0, 1.0, -1.0, 0.0, 7.0]]])]
     found = weight_share(weights, Format("int4", (1, 2)))
-    torch.testing.assert_close(found, torch.tensor([0.25, 1.0, 0.5625, 0.5, 1.0]))
+    torch.testing.assert_close(found, torch.tensor([0.5, 1.0, 2.125 / 3, 2 / 3, 2 / 3]))
 
 
 @pytest.mark.parametrize("form", [FORM, Format("int4", (1, 16))], ids=["zeros", "symmetric"])
