@@ -13,6 +13,9 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# Fast tests wait for processes that they start for a quarter of their time: two cores take 748 s with two workers, and
+# 600 s with three.
+FAST_WORKERS ?= $(shell expr $(WORKERS) + 1)
 BIN := .venv/bin
 # One thread a test process: several of them share the cores. Bytecode is kept, also where the machine's environment says
 # otherwise: the tests start many processes, and rewriting the assertions of all files takes each worker a quarter minute.
@@ -28,7 +31,7 @@ demo: .venv/installed
 	$(BIN)/danlu demo
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu and not distributed and not end_to_end"
+	$(PYTEST) -n $(FAST_WORKERS) -m "not slow and not gpu and not distributed and not end_to_end"
 
 test-end-to-end: .venv/installed
 	$(PYTEST) -m "end_to_end and not distributed and not slow and not gpu"
