@@ -26,6 +26,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
+from data_peers import begin_peak, resident_bytes
 
 from danlu.curation.decontaminate import Benchmark, Decontaminate
 from danlu.curation.duplicates import ExactDuplicates, RepeatedParagraphs
@@ -203,19 +204,6 @@ def measure_memory(texts: Sequence[str], count: int, python: str | None) -> None
             report = peer(python, "datasketch", file)
         speed = count / report["seconds"]
         print(f"datasketch: {speed:,.0f} documents/s, {report['added_bytes'] / 2**20:,.0f} MiB over the texts")
-
-
-def resident_bytes(name: str) -> int:
-    """VmRSS, the resident memory of this process, or VmHWM, its peak."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
-
-
-def begin_peak() -> int:
-    """Begins a new peak of memory (Linux), so that reading the texts is none of it; returns what is resident now."""
-    with open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")
-    return resident_bytes("VmRSS")
 
 
 def main() -> None:

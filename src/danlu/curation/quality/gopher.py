@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-import numpy as np
-
-from danlu.curation.quality.rules import Rule, judge, share
+from danlu.curation.quality.rules import Rule, judge, marks_of, share
 from danlu.curation.rows import Row
 from danlu.curation.steps import Marks, Needs, Summary, Verdict
 from danlu.curation.words import SplitWords, function_name, is_unspaced, sentence_terminals, split_words
@@ -77,8 +75,7 @@ class GopherRules:
         ]
 
     def measure(self, rows: Sequence[Row]) -> Marks:
-        values = np.array([self._measured(row.text) for row in rows], np.float64).reshape(len(rows), len(_MARKS))
-        return dict(zip(_MARKS, values.T, strict=True))
+        return marks_of(_MARKS, rows, self._measured)
 
     def decide(self, rows: Sequence[Row], marks: Marks, summary: Summary) -> list[Verdict]:
         return judge(self.rules, marks, len(rows))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from danlu.curation.rows import Row
 from danlu.curation.steps import KEEP, Marks, Verdict
 from danlu.curation.tables import column
 
@@ -27,6 +28,12 @@ class Rule:
     reason: str
     least: float = -math.inf
     most: float = math.inf
+
+
+def marks_of(names: Sequence[str], rows: Sequence[Row], measured: Callable[[str], tuple[float, ...]]) -> Marks:
+    """Columns of the numbers that a function measures of each row's text, in the order of their names."""
+    values = np.array([measured(row.text) for row in rows], np.float64).reshape(len(rows), len(names))
+    return dict(zip(names, values.T, strict=True))
 
 
 def judge(rules: Sequence[Rule], marks: Marks, count: int) -> list[Verdict]:
