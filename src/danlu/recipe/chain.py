@@ -221,10 +221,7 @@ class _Reader:
 
             behind = problems_behind(recipe, quantized)
             problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in behind]
-        inputs = self._inputs(tree)
-        self.folders[name] = folder
-        self.recipes[name] = recipe
-        self._report(name, problems)
+        inputs = self._remember(name, tree, folder, recipe, problems)
         if recipe is None or problems:
             return None
         return ChainStage(name, loaded(recipe, tree), inputs)
@@ -241,14 +238,21 @@ class _Reader:
         folder = self._put_output(tree, name, entry, output, problems)
         self._start_quantizing(tree, entry, names[len(self.folders) :], problems)
         recipe = quantize_recipe.check(tree, problems, to_come=self.folders.values())
-        inputs = self._inputs(tree)
-        self.folders[name] = folder
-        self.recipes[name] = recipe
-        self._report(name, problems)
+        inputs = self._remember(name, tree, folder, recipe, problems)
         if recipe is None or problems:
             return None
         origins = {key: node.origin for key, node in tree.walk()}
         return QuantizeStage(name, quantize_recipe.LoadedQuantize(recipe, origins), inputs)
+
+    def _remember(
+        self, name: str, tree: Node, folder: str, recipe: Recipe | QuantizeRecipe | None, problems: list[Problem]
+    ) -> tuple[str, ...]:
+        """Keeps a stage that was read for later ones, reports its problems, and returns the names of its inputs."""
+        inputs = self._inputs(tree)
+        self.folders[name] = folder
+        self.recipes[name] = recipe
+        self._report(name, problems)
+        return inputs
 
     def _own_overrides(self, name: str, problems: list[Problem]) -> list[Override]:
         """The overrides that are for one stage, without its name."""
