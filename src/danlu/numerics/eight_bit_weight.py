@@ -10,6 +10,8 @@ T tokens · I, O inputs and outputs
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torch import Tensor
 
 from danlu.numerics.encoded_products import integer_sums
@@ -35,8 +37,9 @@ class _EightBitWeight(ScaledWeight):
         assert not x.requires_grad, "activations are rounded without a gradient"
         return self._rounded_product(x)
 
+    @abstractmethod
     def _rounded_product(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """`product`, of an x that may be rounded."""
 
     def few_row_product(self) -> None:
         """None: few rows are rounded as many are."""
