@@ -19,6 +19,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("assembly",),
     ("inference",),
     ("remote_engines",),
+    ("production",),
     ("serving",),
     ("rl",),
     ("stages",),

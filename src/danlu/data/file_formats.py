@@ -39,6 +39,8 @@ DOCUMENT_END = "<|endoftext|>"
 MAX_LINE_BYTES = 2**30
 BATCH_ROWS = 512
 DATASET_DICT = "dataset_dict.json"  # of a folder that `DatasetDict.save_to_disk` wrote
+DATA_CARD = "data-card.json"
+"""The card in a folder that danlu has produced (`danlu.production`), with rows in folders below it."""
 
 
 def format_of(file: Path) -> str:

@@ -22,6 +22,7 @@ from danlu.data.column_mapping import LOOKED_THROUGH, ColumnMapping
 from danlu.data.dataset_info import DATASET_INFO, neighboring_mapping
 from danlu.data.file_formats import (
     BATCH_ROWS,
+    DATA_CARD,
     DATASET_DICT,
     READ_BYTES,
     READERS,
@@ -327,6 +328,7 @@ def _files(path: Path) -> list[Path]:
         if format_of(file) in kinds
         and file.is_file()
         and file.name != DATASET_INFO  # it describes the files next to it
+        and not (file.parent / DATA_CARD).is_file()  # a card and a ledger, which describe the rows below them
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
