@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
 from danlu.core.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
-from danlu.core.garbage_collection import collection_paused
+from danlu.core.garbage_collection import collection_paused, skip_collection_at_exit
 from danlu.core.terminal import drop_failed_writes, echo, print_status, printable, wrap_to_terminal
 from danlu.registry import SUGGESTIONS, VERBS, Verb, resolve
 
@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code=ResourceError.exit_code,
         )
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    skip_collection_at_exit()
     drop_failed_writes("stderr", *(["stdout"] if given[0] in WORKING_VERBS else []))
     try:
         if COMPLETE in os.environ:  # the shell asks what could be typed next

@@ -1,7 +1,8 @@
-"""Python's cyclic garbage collector, off while a command starts."""
+"""Python's cyclic garbage collector, off while a command starts and when it ends."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,11 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def skip_collection_at_exit() -> None:
+    """Makes the interpreter end without a search for cycles, which the operating system frees with all other memory.
+
+    The interpreter looks through every object several times before it ends: 0.1 s of a command that takes one.
+    """
+    atexit.register(gc.freeze)
