@@ -31,7 +31,7 @@ demo: .venv/installed
 	$(BIN)/danlu demo
 
 test: lint
-	$(PYTEST) -n $(FAST_WORKERS) -m "not slow and not gpu and not distributed and not end_to_end"
+	$(PYTEST) -n $(FAST_WORKERS) -m "not slow and not more_cases and not gpu and not distributed and not end_to_end"
 
 test-end-to-end: .venv/installed
 	$(PYTEST) -m "end_to_end and not distributed and not slow and not gpu"

@@ -13,6 +13,7 @@ from typing import Any
 import builders.tiny_world
 import pytest
 import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
+from builders.case_sample import sample
 from builders.engine_models import endless, loaded, small_decoder  # noqa: F401 - fixtures
 from builders.fork_server import MODULES, SERVER
 from builders.tiny_world import World, tokenise_here
@@ -63,6 +64,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier, pattern in TEXT_OF_TIER.items():
             if item.get_closest_marker(tier) is not None and not re.search(pattern, text):
                 raise pytest.UsageError(f"{item.nodeid}: a run of tier {tier} misses it: its file lacks {pattern}")
+    _mark_more_cases(items)
+
+
+def _mark_more_cases(items: list[pytest.Item]) -> None:
+    """Marks the cases of parametrized fast tests that `make test` leaves out: see `case_sample`."""
+    cases: dict[str, dict[str, pytest.Item]] = {}  # by id of the test, and of its cases
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not _is_of_another_tier(item):
+            cases.setdefault(item.nodeid.removesuffix(f"[{item.callspec.id}]"), {})[item.callspec.id] = item
+    for cases_of_test in cases.values():
+        for case in cases_of_test.keys() - sample(tuple(cases_of_test)):
+            cases_of_test[case].add_marker(pytest.mark.more_cases)
+
+
+def _is_of_another_tier(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(tier) is not None for tier in ("slow", "gpu", "distributed", "end_to_end"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -68,7 +68,7 @@ def test_every_fast_test_runs_in_one_of_the_three_tiers(pytestconfig: pytest.Con
     selected = {name: re.search(r'-m "(.*)"', line) for name, line in targets.items()}
     marks = {name: found[1] for name, found in selected.items() if found is not None}
     assert marks == {
-        "test": "not slow and not gpu and not distributed and not end_to_end",
+        "test": "not slow and not more_cases and not gpu and not distributed and not end_to_end",
         "test-end-to-end": "end_to_end and not distributed and not slow and not gpu",
         "test-distributed": "distributed and not slow and not gpu",
         "test-all": "not gpu",
@@ -77,4 +77,4 @@ def test_every_fast_test_runs_in_one_of_the_three_tiers(pytestconfig: pytest.Con
     tiers = [(f"{name} tier", f"test-{name}") for name in ("end-to-end", "distributed")]
     assert parts == [("suite", "test"), *tiers]
     known = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
-    assert {"slow", "gpu", "distributed", "end_to_end"} <= known
+    assert {"slow", "more_cases", "gpu", "distributed", "end_to_end"} <= known

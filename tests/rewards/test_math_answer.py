@@ -378,7 +378,7 @@ def test_any_soup_of_signs_is_judged():
     signs = [*"0123456789xye+-*/^!%|(){}[],.=_<$ ", "\\frac", "\\sqrt", "\\sin", "\\pi", "\\infty", "\\left", "\\cup"]
     signs += ["10^300", "\\pm", "\\le", "\\text{", "\\boxed{", "####", " and ", " cm", "answer is"]
     right = 0
-    for _ in range(300):
+    for _ in range(100):
         text = "".join(random.choices(signs, k=random.randrange(1, 14)))
         for reference in ("7", "(1, x)", "5 cm", "x < 3"):
             match = decide(text, reference)
@@ -386,4 +386,4 @@ def test_any_soup_of_signs_is_judged():
             final_answer(text, numeric=True)
             final_answer(text)
             to_number(text)
-    assert 0 < right < 60, "the soup never is an answer, or always"
+    assert 0 < right < 20, "the soup never is an answer, or always"
