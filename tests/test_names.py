@@ -70,6 +70,10 @@ ALLOWED = {
     ("curation/quality/c4.py", "words"): _OF_TEXTS,
     ("curation/quality/repetition.py", "words"): _OF_TEXTS,
     ("curation/word_hashes.py", "words"): _OF_TEXTS,
+    ("production/synthesis/steps.py", "words"): _OF_TEXTS,
+    ("recipe/sections/synthesis.py", "words"): _OF_TEXTS,
+    ("production/synthesis/steps.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
+    ("recipe/sections/synthesis.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
     ("data/tokenizer_conversion.py", "piece"): "SentencePiece's word for an entry of its vocabulary",
     ("data/tokenizer_conversion.py", "pieces"): "SentencePiece's field of them",
 }

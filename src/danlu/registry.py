@@ -55,6 +55,9 @@ VERBS: dict[str, Verb] = {
         "danlu.cli.serve:serve", "Use", "answer over HTTP as OpenAI's API does, with a model and its adapters"
     ),
     "study": Verb("danlu.cli.study:study", "Train", "vary keys of a recipe, train every combination, and compare"),
+    "synthesize": Verb(
+        "danlu.cli.synthesize:synthesize", "Train", "make data by a model: tasks, answers, marks and pairs, from seeds"
+    ),
     "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
     "verify": Verb("danlu.cli.verify:verify", "Train", "prove that many processes compute what one does"),
 }

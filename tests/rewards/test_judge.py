@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from danlu.core import http_client
 from danlu.core.errors import RecipeError
 from danlu.core.http_client import ConnectionLost, RequestRefused
 from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
@@ -71,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     """(url, what was asked, [requests under way, most of them at a time])"""
-    monkeypatch.setattr(judge_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.01)
     fields = {"seen": [], "most": [0, 0], "attempts": {}}
     http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), fields))
     http.daemon_threads, http.block_on_close = True, False

@@ -1,4 +1,4 @@
-"""JSON over HTTP with Python's own client, for rollout servers and judges. No torch here.
+"""JSON over HTTP with Python's own client, for rollout servers, judges and models that make data. No torch here.
 
 Each call has a connection of its own. An answer takes seconds and a new connection a fraction of a millisecond, and one
 that was kept would leave open, when it breaks, whether the server has seen the request.
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ from danlu.core.server_key import read_key
 
 GATEWAY_STATUSES = (502, 503, 504)
 """The statuses that a gateway, or a server that is about to end, answers in place of the engine."""
+BUSY_STATUSES = (408, 409, 425, 429, 500)
+"""The statuses of a server that may answer later; those of a gateway are lost connections."""
+FIRST_PAUSE_S = 0.5
+"""The seconds before a server is asked again; twice as long each time."""
+LONGEST_PAUSE_S = 30.0
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
@@ -166,6 +171,30 @@ class HTTPClient:
         if response.length:  # of what Content-Length has promised
             raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
+
+
+def post_with_retries(
+    client: HTTPClient, path: str, body: Any, retries: int, pause: Callable[[float], object] = time.sleep
+) -> Any:
+    """Sends POST as `HTTPClient.post` does, and again where the server is busy or the connection is lost.
+
+    Args:
+        retries: how many more attempts there are.
+        pause: waits for so many seconds; true ends the attempts, as `threading.Event.wait` does once the event is set.
+    """
+    for attempt in range(retries):
+        pause_s = FIRST_PAUSE_S * 2**attempt
+        try:
+            return client.post(path, body)
+        except ConnectionLost as error:
+            lost: ResourceError = error
+        except RequestRefused as refusal:
+            if refusal.status not in BUSY_STATUSES:
+                raise
+            lost, pause_s = refusal, refusal.retry_after_s or pause_s
+        if pause(min(LONGEST_PAUSE_S, pause_s)):
+            raise lost
+    return client.post(path, body)
 
 
 def _message(value: Any) -> str:

@@ -12,8 +12,8 @@ from danlu.recipe import other_tools
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import LoadedSection
 from danlu.recipe.messages import describe_type, first_sentence
+from danlu.recipe.other_stages import other_stages
 from danlu.recipe.sections import Optimizer, Section, value_at
-from danlu.recipe.sections.quantizing import QuantizeRecipe
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     fields_at,
@@ -46,7 +46,7 @@ class Explanation:
 
 def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
     """Explains a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`; also one that only recipes
-    of `danlu quantize` have. loaded: a recipe, with the value and its origin to be shown.
+    of a stage that does not train have (`danlu quantize`). loaded: a recipe, with the value and its origin to be shown.
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
@@ -54,11 +54,12 @@ def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
     if key in CHAIN_KEYS:
         return _of_chain(key)
     plain = ".".join(part for part in key.split(".") if not part.isdecimal())
-    is_quantize_recipe = loaded is not None and isinstance(loaded.recipe, QuantizeRecipe)
-    fields = [] if is_quantize_recipe else fields_at(plain)
-    is_of_quantize = not fields and (is_quantize_recipe or "." in plain or _unknown(key).startswith(_NOT_KNOWN))
-    if is_of_quantize:
-        fields = fields_at(plain, root=QuantizeRecipe)
+    own = next((each for each in other_stages() if loaded is not None and isinstance(loaded.recipe, each.root)), None)
+    fields, other = [] if own is not None else fields_at(plain), None
+    if not fields and (own is not None or "." in plain or _unknown(key).startswith(_NOT_KNOWN)):
+        for other in other_stages() if own is None else (own,):
+            if fields := fields_at(plain, root=other.root):
+                break
     if not fields:
         raise RecipeError(_unknown(key))
     hint, variants = fields[0].hint, variants_of(fields[0].hint)
@@ -74,9 +75,9 @@ def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
     return Explanation(
         key=key,
         takes=describe_type(hint) if len(fields) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
-        defaults=_by_stage(key) if key in STAGE_KEYS and not is_of_quantize else defaults,
+        defaults=_by_stage(key) if key in STAGE_KEYS and other is None else defaults,
         allowed=allowed,
-        about=f"{fields[0].about} (Of `danlu quantize`, stage: quantize.)" if is_of_quantize else fields[0].about,
+        about=fields[0].about if other is None else f"{fields[0].about} (Of `{other.verb}`, stage: {other.stage}.)",
         short=classes[0].short if classes else None,
         children=tuple((field.name, first_sentence(field.about)) for field in fields_of(hint))
         if len(classes) == 1
@@ -160,7 +161,8 @@ def _unknown(key: str) -> str:
         return f"{key!r} {value}"
     if (verb := suggested_verb(key)) is not None:
         return f"{key!r} is no key of a recipe but a thing to do: {verb}"
-    known = list(dict.fromkeys((*keys(), *(field.key for field in walk_fields(QuantizeRecipe)))))
+    of_others = (field.key for other in other_stages() for field in walk_fields(other.root))
+    known = list(dict.fromkeys((*keys(), *of_others)))
     name = key.rpartition(".")[2]
     if (advice := other_tools.advice(key)) is not None:
         return f"{key!r} is a key of another tool: {advice}"

@@ -7,29 +7,41 @@ from typing import Any
 from danlu.recipe import sections
 from danlu.recipe.chain import CHAIN_KEYS, FROM, NAME, STAGES
 from danlu.recipe.field_docs import field_docs
-from danlu.recipe.sections import Recipe, Section, quantizing
-from danlu.recipe.sections.quantizing import QuantizeRecipe
+from danlu.recipe.other_stages import other_stages
+from danlu.recipe.sections import Recipe, Section, quantizing, synthesis
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
 from danlu.recipe.type_hints import entry_type, field_types, variants_of
 
+_SECTIONS = (sections, quantizing, synthesis)
+
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file, also of one for `danlu quantize` (`stage: quantize`), or of a chain
-    where the file has `stages`.
+    """JSON Schema (draft 2020-12) of a recipe file, also of one whose stage does not train (`stage: quantize`), or of a
+    chain where the file has `stages`.
     """
     recipe_schema, definitions = _schema_of(Recipe)
-    quantize_schema, more = _schema_of(QuantizeRecipe)
+    others, more = dict[str, dict[str, Any]](), dict[str, Any]()
+    for other in other_stages():
+        others[other.stage], own = _schema_of(other.root)
+        more |= own
     properties = recipe_schema["properties"]
     properties["stage"]["enum"] += sorted(OBJECTIVE_NAMES)
-    is_quantize = {"properties": {"stage": {"const": "quantize"}}, "required": ["stage"]}
+    of_file = recipe_schema
+    for stage, other_schema in others.items():
+        of_file = {"if": _is_stage(stage), "then": other_schema, "else": of_file}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "danlu recipe",
         "if": {"required": [STAGES]},
-        "then": _chain_schema(properties, definitions, quantize_schema["properties"], is_quantize),
-        "else": {"if": is_quantize, "then": quantize_schema, "else": recipe_schema},
+        "then": _chain_schema(properties, definitions, others["quantize"]["properties"], _is_stage("quantize")),
+        "else": of_file,
         "$defs": {**more, **definitions},
     }
+
+
+def _is_stage(stage: str) -> dict[str, Any]:
+    """The schema that recipes of a stage fulfil."""
+    return {"properties": {"stage": {"const": stage}}, "required": ["stage"]}
 
 
 def _schema_of(recipe: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,7 +50,7 @@ def _schema_of(recipe: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
     definitions: dict[str, Any] = recipe_schema.pop("$defs")
     _describe(recipe, recipe_schema["properties"])
     for name, definition in list(definitions.items()):
-        section = getattr(sections, name, None) or getattr(quantizing, name)
+        section = next(getattr(module, name) for module in _SECTIONS if hasattr(module, name))
         _describe(section, definition["properties"])
         for old, present in section.old_names.items():
             definition["properties"][old] = {**definition["properties"][present], "deprecated": True}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.core.errors import RecipeError
-from danlu.recipe.loading import LoadedSection, in_order, read_text
-from danlu.recipe.overrides import Override, parse_overrides, put
+from danlu.recipe import other_stages
+from danlu.recipe.loading import LoadedSection
+from danlu.recipe.other_stages import OtherStage, load_other
+from danlu.recipe.overrides import Override
 from danlu.recipe.rules.paths import file_of, invalid_path, missing_paths
 from danlu.recipe.sections.quantizing import FIXED_FORMATS, QuantizeRecipe, SmoothQuant
-from danlu.recipe.short_forms import expand
-from danlu.recipe.validation import validate_section
-from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Problem
 
 
@@ -29,39 +27,13 @@ def load_quantize_recipe(path: Path, overrides: Sequence[str] = ()) -> QuantizeR
 
     Raises RecipeError with one line for each problem, as `loading.load`.
     """
-    problems: list[Problem] = []
-    tree = parse(read_text(path), str(path), problems)
-    recipe = None
-    if tree is not None and _is_quantize(tree, problems):
-        complete(tree, parse_overrides(overrides, problems), problems)
-        recipe = check(tree, problems)
-    if recipe is None or problems:
-        raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
-    return recipe
-
-
-def _is_quantize(tree: Node, problems: list[Problem]) -> bool:
-    """Whether a file is a recipe of this kind; if it is another one, that is added to `problems`."""
-    if not isinstance(tree.value, dict):
-        problems.append(Problem("", "a recipe is a mapping of keys such as 'stage: quantize'", tree.origin))
-        return False
-    stage, stages = tree.child("stage"), tree.child("stages")
-    if stages is not None:
-        message = "this is a chain of recipes, which `danlu train` takes. Name a recipe with stage: quantize here"
-        problems.append(Problem("stages", message, stages.key_origin or stages.origin))
-    elif stage is not None and stage.value != "quantize":
-        message = f"`danlu quantize` takes recipes with stage: quantize, this is {stage.value}. Use `danlu train`"
-        problems.append(Problem("stage", message, stage.origin))
-    else:
-        return True
-    return False
+    kind = OtherStage("quantize", "danlu quantize", QuantizeRecipe)
+    return load_other(path, overrides, kind, lambda recipe: _problems(recipe, ()))[0]
 
 
 def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
     """Brings a mapping to its full form with the overrides in it, in place."""
-    tree.value = expand(tree, QuantizeRecipe).value
-    put(tree, overrides, problems, QuantizeRecipe)
-    tree.value = expand(tree, QuantizeRecipe).value
+    other_stages.complete(tree, overrides, problems, QuantizeRecipe)
 
 
 def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> QuantizeRecipe | None:
@@ -69,12 +41,12 @@ def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) ->
 
     to_come: paths that need not be there yet, because earlier stages of a chain will write them.
     """
-    recipe, wrong = validate_section(tree, QuantizeRecipe)
-    problems += wrong
-    if recipe is not None:
-        conflicts = [*_conflicts(recipe), *_path_problems(recipe, to_come)]
-        problems += [replace(each, origin=tree.nearest(each.key)[0].origin) for each in conflicts]
-    return recipe
+    return other_stages.check(tree, problems, QuantizeRecipe, lambda recipe: _problems(recipe, to_come))
+
+
+def _problems(recipe: QuantizeRecipe, to_come: Collection[str]) -> Iterator[Problem]:
+    yield from _conflicts(recipe)
+    yield from _path_problems(recipe, to_come)
 
 
 def _path_problems(recipe: QuantizeRecipe, to_come: Collection[str]) -> Iterator[Problem]:

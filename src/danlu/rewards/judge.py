@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -15,17 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from danlu.core.errors import ResourceError
-from danlu.core.http_client import ConnectionLost, HTTPClient, RequestRefused
+from danlu.core.http_client import HTTPClient, post_with_retries
 from danlu.core.prompt_template import PromptTemplate
 from danlu.rewards.protocol import LONGEST_SHOWN, Explains, JudgedAnswer, Verdict, is_null, shortened
 
 MOST_BYTES = 4 * 2**20
 """The most bytes of a server's reply; a mark takes some hundred, and reasons for it some thousands."""
-FIRST_PAUSE_S = 0.5
-"""The seconds before a server is asked again; twice as long each time."""
-LONGEST_PAUSE_S = 30.0
-_ASK_AGAIN = (408, 409, 425, 429, 500)
-"""Statuses of a server that may answer later; 502, 503 and 504 are lost connections."""
 
 
 class NoMark(ResourceError):
@@ -76,28 +70,13 @@ class Judge(Explains):
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
         }
-        reply = self._ask(request)
+        reply = post_with_retries(self.client, "/chat/completions", request, self.retries)
         said = _content(reply, self.url)
         if reply["choices"][0].get("finish_reason") == "length":
             raise NoMark(
                 f"{self.url}: what the judge says was cut off (max_new_tokens: {self.max_new_tokens}): {_shown(said)}"
             )
         return self._mark(said)
-
-    def _ask(self, request: dict[str, Any]) -> Any:
-        """Returns the server's reply; asks again where it is busy or the connection is lost."""
-        for attempt in range(self.retries):
-            pause_s = FIRST_PAUSE_S * 2**attempt
-            try:
-                return self.client.post("/chat/completions", request)
-            except ConnectionLost:
-                pass
-            except RequestRefused as refusal:
-                if refusal.status not in _ASK_AGAIN:
-                    raise
-                pause_s = refusal.retry_after_s or pause_s
-            time.sleep(min(LONGEST_PAUSE_S, pause_s))
-        return self.client.post("/chat/completions", request)
 
     def _mark(self, said: str) -> Verdict:
         _, closing, behind = said.rpartition("</think>")
