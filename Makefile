@@ -33,8 +33,9 @@ demo: .venv/installed
 test: lint
 	$(PYTEST) -n $(FAST_WORKERS) -m "not slow and not more_cases and not gpu and not distributed and not end_to_end"
 
+# With the products of parameters that `make test` leaves out.
 test-end-to-end: .venv/installed
-	$(PYTEST) -m "end_to_end and not distributed and not slow and not gpu"
+	$(PYTEST) -m "(end_to_end or more_cases) and not distributed and not slow and not gpu"
 
 # By files: what a file's tests share is made once, and not by each worker.
 test-distributed: .venv/installed

@@ -69,7 +69,7 @@ def test_every_fast_test_runs_in_one_of_the_three_tiers(pytestconfig: pytest.Con
     marks = {name: found[1] for name, found in selected.items() if found is not None}
     assert marks == {
         "test": "not slow and not more_cases and not gpu and not distributed and not end_to_end",
-        "test-end-to-end": "end_to_end and not distributed and not slow and not gpu",
+        "test-end-to-end": "(end_to_end or more_cases) and not distributed and not slow and not gpu",
         "test-distributed": "distributed and not slow and not gpu",
         "test-all": "not gpu",
     }
