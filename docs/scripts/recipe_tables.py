@@ -1,9 +1,9 @@
-"""Writes the tables of recipe.md, checkpoints.md and quantization.md from the recipe's types.
+"""Writes the tables of recipe.md, checkpoints.md, quantization.md and synthesis.md from the recipe's types.
 
 Run as `python docs/scripts/recipe_tables.py`. A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where
-NAME is a section of the recipe, `recipe` for the keys that are no section, `quantize` for the keys of `danlu quantize`,
-`stages` for defaults that follow from the stage, or `harmless` for what may change while a run goes on. The prose
-around it is left alone.
+NAME is a section of the recipe, `recipe` for the keys that are no section, `quantize` or another stage that does not
+train for the keys of its recipes, `stages` for defaults that follow from the stage, or `harmless` for what may change
+while a run goes on. The prose around it is left alone.
 A test fails when a page and the types differ.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from danlu.recipe.diff import HARMLESS
-from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.sections.quantizing import QuantizeRecipe
+from danlu.recipe.other_stages import other_stages
+from danlu.recipe.sections import Recipe, Section, Source
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     RecipeField,
@@ -29,7 +29,7 @@ from danlu.recipe.type_hints import (
 )
 
 DOCS = Path(__file__).resolve().parents[1]
-PAGES = ("recipe.md", "checkpoints.md", "quantization.md")
+PAGES = ("recipe.md", "checkpoints.md", "quantization.md", "synthesis.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -43,8 +43,8 @@ def _tables(name: str) -> str:
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
     if name == "stages":
         return _stage_table()
-    if name == "quantize":
-        return "\n".join(_quantize_tables())
+    if (other := next((each for each in other_stages() if each.stage == name), None)) is not None:
+        return "\n".join(_tables_of_stage(other.root))
     if name == "recipe":
         simple = [field for field in fields_of(Recipe) if not subsection_types(field.hint)]
         return _table((field.key, _default(field), _about(field)) for field in simple)
@@ -69,23 +69,28 @@ def _stage_table() -> str:
     return "\n".join([*lines, ""])
 
 
-def _quantize_tables() -> Iterator[str]:
-    """The keys of a recipe of `danlu quantize`, then those of each method."""
-    steps = next(entry_type(field.hint) for field in fields_of(QuantizeRecipe) if field.key == "quantization")
-    keys = (
-        field
-        for field in walk_fields(QuantizeRecipe)
-        if not field.key.startswith(("quantization.", "calibration.data."))
+def _tables_of_stage(root: type[Section]) -> Iterator[str]:
+    """The keys of a recipe whose stage does not train, then those of each of its steps; without those of sources, and
+    of sections of a step that the recipe has too or that another page has."""
+    steps = next(field for field in fields_of(root) if variants_of(entry_type(field.hint)))
+    fields = list(walk_fields(root))
+    sources = tuple(f"{field.key}." for field in fields if entry_type(field.hint) is Source)
+    yield _table(_rows(field for field in fields if not field.key.startswith((f"{steps.key}.", *sources))))
+    yield from _variants(
+        steps.key, variants_of(entry_type(steps.hint)), (f"{steps.key}.model.", f"{steps.key}.rewards.")
     )
-    yield _table(_rows(keys))
-    yield from _variants("quantization", variants_of(steps))
 
 
-def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]:
-    """Each variant's table; one with the keys of an earlier one has only what differs from it."""
+def _variants(name: str, variants: Mapping[str, type[Section]], skipped: tuple[str, ...] = ()) -> Iterator[str]:
+    """Each variant's table; one with the keys of an earlier one has only what differs from it. skipped: what keys begin
+    with that are left out."""
     shown: dict[str, dict[str, tuple[str, str, str]]] = {}
     for kind, variant in variants.items():
-        fields = (field for field in walk_fields(variant, name) if field.key != f"{name}.kind")
+        fields = (
+            field
+            for field in walk_fields(variant, name)
+            if field.key != f"{name}.kind" and not field.key.startswith(skipped)
+        )
         rows = {row[0]: row for row in _rows(fields)}
         alike = (other for other, theirs in shown.items() if rows.keys() >= theirs.keys() and len(theirs) > 3)
         like = next(alike, None)

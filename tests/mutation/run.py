@@ -30,10 +30,30 @@ from queue import SimpleQueue
 
 import pytest
 
-from mutation import table, table_data, table_models, table_rewards, table_rl, table_run, table_serving, table_verify
+from mutation import (
+    table,
+    table_data,
+    table_models,
+    table_rewards,
+    table_rl,
+    table_run,
+    table_serving,
+    table_synthesis,
+    table_verify,
+)
 from mutation.table import Mutation
 
-TABLES = (table, table_data, table_models, table_rewards, table_rl, table_run, table_serving, table_verify)
+TABLES = (
+    table,
+    table_data,
+    table_models,
+    table_rewards,
+    table_rl,
+    table_run,
+    table_serving,
+    table_synthesis,
+    table_verify,
+)
 EVERY_MUTATION = tuple(mutation for each in TABLES for mutation in each.MUTATIONS)
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = 0.95

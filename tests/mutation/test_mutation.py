@@ -16,7 +16,7 @@ from mutation.table import Mutation
 
 ROOMS = """
 adapters assembly cli core curation data demo evaluation inference memory models numerics objectives optim parallel
-planning recipe remote_engines report rewards rl run serving stages study training verification
+planning production recipe remote_engines report rewards rl run serving stages study training verification
 """
 
 

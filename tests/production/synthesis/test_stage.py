@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
-import subprocess
-import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from builders.docs_scripts import TOP
+from builders.fork_server import SERVER
 from builders.scripted_endpoint import ScriptedEndpoint, question, serving, synthetic_answer
-from builders.tiny_world import World, danlu, tokenise_here
+from builders.synthesis_worker import run_recipe
+from builders.tiny_world import CONFIG, World, danlu, tokenise_here
 
 from danlu.core import http_client
 from danlu.core.errors import DataError, RecipeError
@@ -211,6 +213,22 @@ def test_what_is_refused_before_anything_is_asked(server: ScriptedEndpoint, tmp_
         run(file)
 
 
+def test_the_documented_recipe_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (TOP / "docs" / "synthesis.md").read_text(encoding="utf-8")
+    block = re.search(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
+    assert block is not None
+    (tmp_path / "recipe.yaml").write_text(textwrap.dedent(block[0]))
+    for name in ("seed_tasks.jsonl", "task_types.yaml", "rubric.md"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="recipe.yaml:2:.* the environment has no API_KEY"):
+        load_synthesize_recipe(Path("recipe.yaml"))
+    monkeypatch.setenv("API_KEY", "secret")
+    recipe, _ = load_synthesize_recipe(Path("recipe.yaml"))
+    assert [step.kind for step in recipe.steps] == [step["kind"] for step in STEPS]
+    assert (recipe.budget.tokens, recipe.model.price) == (5e6, (0.1, 0.4))
+
+
 def test_the_requests_are_counted_before(server: ScriptedEndpoint, tmp_path: Path, capsys: Any) -> None:
     file = write(tmp_path, server)
     expected = expected_requests(prepare(load_synthesize_recipe(file)[0]))
@@ -228,28 +246,31 @@ def test_the_requests_are_counted_before(server: ScriptedEndpoint, tmp_path: Pat
 def test_kills_at_any_instant(server: ScriptedEndpoint, tmp_path: Path, in_flight: int) -> None:
     """20 kills: each request is asked once, but for those under way at a kill; the bytes are as without any."""
     file = write(tmp_path, server)
-    run(file, "output=" + str(tmp_path / "whole" / "made"))
+    more = "steps.0.rows=18"
+    run(file, more, f"output={tmp_path / 'whole' / 'made'}")
     once = server.answered.copy()
     server.answered.clear()
     server.asked.clear()
-    server.latency_s = 0.02
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "danlu", "synthesize", str(file), f"model.in_flight={in_flight}"]
-    journal = tmp_path / "made" / JOURNAL
-    kills = 0
+    server.latency_s = 0.01
+    journal, kills = tmp_path / "made" / JOURNAL, 0
+
+    def lines() -> int:
+        return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
     while True:
-        before = journal.read_bytes().count(b"\n") if journal.exists() else 0
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        while process.poll() is None and kills < 20:
-            time.sleep(0.005)
-            lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
-            if lines > before + kills % 7:
-                os.kill(process.pid, signal.SIGKILL)
+        before = lines()
+        process = SERVER.Process(target=run_recipe, args=(file, [more, f"model.in_flight={in_flight}"]))
+        process.start()
+        while process.is_alive() and kills < 20:
+            if lines() > before + kills % 7:  # some of them within the writing of a line, or of the data set
+                process.kill()
                 kills += 1
                 break
-        if process.wait() == 0:
+            time.sleep(0.001)
+        process.join()
+        if process.exitcode == 0:
             break
-        assert process.returncode == -signal.SIGKILL, process.stderr and process.stderr.read()
+        assert process.exitcode == -signal.SIGKILL
     assert kills == 20
     assert content(tmp_path / "made") == content(tmp_path / "whole" / "made")
     assert server.asked.keys() == once.keys()
@@ -275,7 +296,7 @@ def test_seeds_become_a_data_set_that_trains(
     assert danlu("synthesize", file) == 0
     assert len(list(read_ledger(tmp_path / "made" / "ledger.jsonl.zst"))) > 175
     stage = "dpo" if "pairs" in steps else "sft"
-    model = str(tiny_world.base) if stage == "dpo" else {"tokenizer": str(tiny_world.tokenizer), "config": _config()}
+    model = str(tiny_world.base) if stage == "dpo" else {"tokenizer": str(tiny_world.tokenizer), "config": CONFIG}
     recipe = tiny_world.values(tmp_path / "run", stage=stage, steps=3)
     recipe |= {"model": model, "data": {**recipe["data"], "train": str(tmp_path / "made")}}
     if stage == "dpo":
@@ -283,9 +304,3 @@ def test_seeds_become_a_data_set_that_trains(
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
     assert danlu("train", tmp_path / "train.yaml") == 0
     assert (tmp_path / "run" / "model").is_dir()
-
-
-def _config() -> dict[str, Any]:
-    from builders.tiny_world import CONFIG
-
-    return CONFIG
