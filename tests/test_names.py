@@ -74,6 +74,8 @@ ALLOWED = {
     ("recipe/sections/synthesis.py", "words"): _OF_TEXTS,
     ("production/synthesis/steps.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
     ("recipe/sections/synthesis.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
+    ("recipe/curate_recipe.py", "words"): _OF_TEXTS,
+    ("recipe/sections/curating.py", "words"): _OF_TEXTS,
     ("data/tokenizer_conversion.py", "piece"): "SentencePiece's word for an entry of its vocabulary",
     ("data/tokenizer_conversion.py", "pieces"): "SentencePiece's field of them",
 }

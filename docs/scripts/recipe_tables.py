@@ -1,4 +1,4 @@
-"""Writes the tables of recipe.md, checkpoints.md, quantization.md and synthesis.md from the recipe's types.
+"""Writes the tables of pages such as recipe.md, quantization.md, curation.md and synthesis.md from the recipe's types.
 
 Run as `python docs/scripts/recipe_tables.py`. A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where
 NAME is a section of the recipe, `recipe` for the keys that are no section, `quantize` or another stage that does not
@@ -16,6 +16,7 @@ from pathlib import Path
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.other_stages import other_stages
 from danlu.recipe.sections import Recipe, Section, Source
+from danlu.recipe.sections.curating import CurateRecipe, QualityStep
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     RecipeField,
@@ -29,7 +30,7 @@ from danlu.recipe.type_hints import (
 )
 
 DOCS = Path(__file__).resolve().parents[1]
-PAGES = ("recipe.md", "checkpoints.md", "quantization.md", "synthesis.md")
+PAGES = ("recipe.md", "checkpoints.md", "quantization.md", "curation.md", "synthesis.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -43,6 +44,8 @@ def _tables(name: str) -> str:
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
     if name == "stages":
         return _stage_table()
+    if name == "curate":
+        return "\n".join(_curate_tables())
     if (other := next((each for each in other_stages() if each.stage == name), None)) is not None:
         return "\n".join(_tables_of_stage(other.root))
     if name == "recipe":
@@ -79,6 +82,19 @@ def _tables_of_stage(root: type[Section]) -> Iterator[str]:
     yield from _variants(
         steps.key, variants_of(entry_type(steps.hint)), (f"{steps.key}.model.", f"{steps.key}.rewards.")
     )
+
+
+def _curate_tables() -> Iterator[str]:
+    """The keys of a recipe of stage curate, then those of each step, and of each set of rules."""
+    yield _table(_rows(field for field in walk_fields(CurateRecipe) if "." not in field.key))
+    hint = next(field.hint for field in fields_of(CurateRecipe) if field.key == "steps")
+    for kind, step in variants_of(entry_type(hint)).items():
+        yield f"`{kind}`: {(step.__doc__ or '').strip()}\n"
+        own = [field for field in fields_of(step) if field.key != "kind"]
+        inner = [field for each in own if not entry_type(each.hint) for field in fields_of(each.hint, each.key)]
+        yield _table(_rows([*own, *inner]))
+    rules = next(field.hint for field in fields_of(QualityStep) if field.key == "rules")
+    yield from _variants("rules", variants_of(entry_type(rules)))
 
 
 def _variants(name: str, variants: Mapping[str, type[Section]], skipped: tuple[str, ...] = ()) -> Iterator[str]:

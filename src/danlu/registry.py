@@ -24,6 +24,7 @@ VERBS: dict[str, Verb] = {
     ),
     "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model or a finished run, and switch its adapters"),
     "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify, prune and export the checkpoints of a run"),
+    "data": Verb("danlu.cli.data:app", "Train", "clean rows before training, with an account of every one"),
     "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
     "eval": Verb("danlu.cli.eval:eval", "Use", "loss, perplexity and token accuracy of a model on a file"),
     "explain": Verb(

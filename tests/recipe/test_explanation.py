@@ -26,11 +26,18 @@ def test_a_key() -> None:
     assert explain("data.train.0.path").takes == explain("data.train.path").takes == "a text"
 
 
+def test_a_key_of_several_variants_of_another_kind() -> None:
+    found = explain("steps.at_least")
+    assert found.defaults == {"language": "0.65", "deduplicate": "0.75"}
+    assert found.about.startswith("language: ") and " deduplicate: minhash: " in found.about
+    assert found.about.endswith("(Of `danlu data clean`, stage: curate.)")
+
+
 def test_keys_of_quantize_alone() -> None:
     found = explain("calibration.tokens")
     assert (found.takes, found.defaults) == ("a whole number, 1 or more", {"": "131072"})
     assert found.about.endswith("(Of `danlu quantize`, stage: quantize.)")
-    assert explain("quantization.act_order").defaults == {"": "true"}
+    assert explain("quantization.act_order").defaults == {"gptq": "true"}
     assert "danlu quantize" not in explain("seed").about  # every recipe has it
     with pytest.raises(RecipeError, match="Did you mean 'calibration.tokens'"):
         explain("calibration.token")

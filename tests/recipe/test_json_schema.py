@@ -177,6 +177,29 @@ def test_recipes_of_quantize() -> None:
         assert not admits(SCHEMA, {**full, **change}), change
 
 
+def test_recipes_of_curate() -> None:
+    recipe = {
+        "stage": "curate",
+        "data": [{"path": "crawl", "format": "text"}, "rows.jsonl#9"],
+        "steps": [
+            "repair",
+            {"kind": "language", "keep": ["en", "zh"]},
+            {"kind": "quality", "rules": ["c4", {"kind": "gopher", "words": [30, 1000]}]},
+            {"kind": "deduplicate", "by": ["exact", "minhash"], "bands": [14, 8]},
+            {"kind": "decontaminate", "against": "test.jsonl"},
+        ],
+        "output": "o",
+    }
+    assert admits(SCHEMA, recipe)
+    for change in (
+        {"steps": 3},
+        {"steps": ["repiar"]},
+        {"steps": [{"kind": "personal", "kinds": ["name"]}]},
+        {"model": "m"},
+    ):
+        assert not admits(SCHEMA, {**recipe, **change}), change
+
+
 def test_descriptions() -> None:
     schema = SCHEMA["else"]
     while "else" in schema:  # of stages that do not train

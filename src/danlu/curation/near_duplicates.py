@@ -12,9 +12,11 @@ from danlu.curation.minhash import band_keys, signatures
 from danlu.curation.ragged import Ragged
 from danlu.curation.rows import Row
 from danlu.curation.steps import KEEP, Marks, Needs, Summary, Verdict
-from danlu.curation.tables import column, is_first, merge_tables, ragged_column, rows_at
+from danlu.curation.tables import column, is_first, merge_tables, ragged_column, rows_at, take
 from danlu.curation.word_hashes import shingles
 
+_PART_ROWS = 4096  # of whole clusters that are compared together: some 20 MB of shingles
+_LINKS = 1 << 16  # that are Python's numbers at a time
 _STANDARD_ERRORS = 4.0  # by which an estimate may miss: 3 of 100,000 pairs at the threshold are not compared
 
 
@@ -69,6 +71,20 @@ class NearDuplicates:
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         of_buckets = "key" in summaries[0]
         return merge_tables(summaries, ["key", "place"] if of_buckets else ["cluster", "place"])
+
+    def split(self, round: int, earlier: Sequence[Summary]) -> list[Sequence[Summary]]:
+        """The second round by clusters: a part has whole ones, of some `_PART_ROWS` rows or of one larger cluster."""
+        if not earlier:
+            return [earlier]
+        (members,) = earlier
+        of_rows = column(members, "cluster")
+        names, sizes = np.unique(of_rows, return_counts=True)
+        parts = (np.cumsum(sizes) - sizes) // _PART_ROWS  # [clusters] the part of each
+        of_rows = parts[np.searchsorted(names, of_rows)]
+        return [[take(members, np.flatnonzero(of_rows == part))] for part in np.unique(parts)] or [earlier]
+
+    def join(self, round: int, conclusions: Sequence[Summary]) -> Summary:
+        return merge_tables(conclusions, ["place"])
 
     def conclude(self, round: int, summary: Summary) -> Summary:
         return clusters(summary) if round == 0 else self._duplicates(summary)
@@ -130,9 +146,10 @@ def clusters(buckets: Summary) -> Summary:
             parents[place] = place = parents[parent]  # halves the path
         return place
 
-    for first, other in links.tolist():
-        low, high = sorted((root(first), root(other)))
-        parents[high] = low  # the root of a cluster is its first row
+    for at in range(0, len(links), _LINKS):
+        for first, other in links[at : at + _LINKS].tolist():
+            low, high = sorted((root(first), root(other)))
+            parents[high] = low  # the root of a cluster is its first row
     members = sorted(parents)
     return {
         "place": np.array(members, np.int64),

@@ -8,7 +8,8 @@ from typing import Literal
 
 from danlu.curation.packages import require
 
-Role = Literal["text", "system", "user", "assistant", "tool"]
+Role = Literal["text", "system", "user", "assistant", "tool", "repeated"]
+"""The kind of a text. "repeated" is one that stands in the row before, as the prompt of a rejected answer does."""
 WRITTEN: frozenset[Role] = frozenset({"text", "user", "assistant"})
 """The roles of what a row says; a system prompt or the output of a tool is its frame."""
 _ROW_BITS = 40

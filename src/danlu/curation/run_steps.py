@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from danlu.curation.rows import Row
-from danlu.curation.steps import GatheringStep, Marks, Step, Summary, Verdict
+from danlu.curation.steps import GatheringStep, Marks, Step, Summary, Verdict, join_parts, parts_of_round
 
 
 @dataclass(slots=True)
@@ -61,8 +61,11 @@ def gather_summary(step: GatheringStep, batches: Sequence[Sequence[Row]], marks:
     """The conclusion of a step's last round over all batches; empty where there is no batch."""
     conclusions = list[Summary]()
     for round in range(step.rounds if batches else 0):
-        parts = [step.gather(rows, of_rows, conclusions) for rows, of_rows in zip(batches, marks, strict=True)]
-        conclusions.append(step.conclude(round, step.merge(parts)))
+        of_parts = list[Summary]()
+        for earlier in parts_of_round(step, round, conclusions):
+            summaries = [step.gather(rows, of_rows, earlier) for rows, of_rows in zip(batches, marks, strict=True)]
+            of_parts.append(step.conclude(round, step.merge(summaries)))
+        conclusions.append(join_parts(step, round, of_parts))
     return conclusions[-1] if conclusions else {}
 
 

@@ -92,3 +92,24 @@ class GatheringStep(Step, Protocol):
 
     def conclude(self, round: int, summary: Summary) -> Summary:
         """Computes, once from a summary of all rows, the table that the next round or `decide` is given."""
+
+
+@runtime_checkable
+class SplitStep(GatheringStep, Protocol):
+    """A step with rounds that can be gathered in parts, so that the summary of one part is in memory at a time."""
+
+    def split(self, round: int, earlier: Sequence[Summary]) -> list[Sequence[Summary]]:
+        """The `earlier` of each part of a round, at least one: `gather` with it takes the rows of that part alone."""
+
+    def join(self, round: int, conclusions: Sequence[Summary]) -> Summary:
+        """The conclusion of the round, from those of its parts in any order."""
+
+
+def parts_of_round(step: GatheringStep, round: int, earlier: Sequence[Summary]) -> list[Sequence[Summary]]:
+    """Returns the `earlier` of each part of a round; one part of a step that does not split it."""
+    return step.split(round, earlier) if isinstance(step, SplitStep) else [earlier]
+
+
+def join_parts(step: GatheringStep, round: int, conclusions: Sequence[Summary]) -> Summary:
+    """The conclusion of a round from those of its parts, at least one."""
+    return step.join(round, conclusions) if isinstance(step, SplitStep) else conclusions[0]

@@ -23,9 +23,10 @@ _ROLE_NAMES = {
 ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names}
 WEIGHT_KEYS = ("weight", "train", "training", "loss", "loss_weight")
 """The keys of a message that say how much it is trained."""
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""The keys of a message for the thought before its text."""
 MESSAGE_KEYS = (
-    "role", "content", "from", "value", "tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id",
+    "role", "content", "from", "value", "tool_calls", "function_call", *REASONING_KEYS, "name", "tool_call_id",
     *WEIGHT_KEYS
 )  # fmt: skip
 """The keys of a message that are read; others are reported."""
@@ -207,7 +208,7 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
     calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "tool_call":
         role, calls, content = "assistant", content, ""
-    reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), None)
+    reasoning = next((turn[key] for key in REASONING_KEYS if turn.get(key)), None)
     if (content_reasoning or content_calls) and role != "assistant":
         raise DataError(f"{where}: reasoning and tool_call parts are the assistant's, not of role {abbreviate(name)}")
     for what, part, key in (("reasoning", content_reasoning, reasoning), ("tool calls", content_calls, calls)):
@@ -259,6 +260,11 @@ def _content(content: Any, where: str) -> tuple[str, str | None, list[Any]]:
     reasoning = "".join(value for kind, value in parts if kind in ("reasoning", "thinking"))
     calls = [decode_json(value, "a tool call", where) for kind, value in parts if kind == "tool_call"]
     return text, reasoning or None, calls
+
+
+def content_text_key(part: Mapping[str, Any]) -> str:
+    """The key with the text of a part of a content, which `parse_turns` has let pass."""
+    return next(key for key in _PART_KEYS[part.get("type") or "text"] if part.get(key) is not None)
 
 
 def _weight(turn: Mapping[str, Any], where: str) -> float | None:

@@ -24,7 +24,8 @@ from danlu.data.messages import WEIGHT_KEYS, Conversation, Message, check_turn_o
 Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"]
 QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}
 """Column pairs that are one question and its answer, rendered as a conversation."""
-_CONTEXT_COLUMNS = ("input", "context")  # columns with what a question is about
+CONTEXT_COLUMNS = ("input", "context")
+"""Columns with what a question is about."""
 # Columns of a row that seem to weight it, and are not read.
 _WEIGHT_COLUMNS = frozenset({*WEIGHT_KEYS, "weights", "loss_weights", "sample_weight"})
 JUDGEMENT_COLUMNS = ("label", "kto_tag", "is_desirable")
@@ -257,7 +258,7 @@ def single_turn(value: Mapping[str, Any], question: str, answer: str, where: str
 
 def question_turns(value: Mapping[str, Any], question: str, where: str) -> list[Message]:
     """Returns a question with its context from the row, after the earlier turns of the row and its system message."""
-    for name in _CONTEXT_COLUMNS:
+    for name in CONTEXT_COLUMNS:
         if addition := require_string(value.get(name) or "", name, where):
             question = f"{question}\n{addition}" if question else addition
     messages = []

@@ -45,12 +45,19 @@ class WorkerPool(Generic[Task, Result]):
 
     Args:
         ending: the end of the message about a process that ended early.
+        doing: what the processes do, for that message.
     """
 
     def __init__(
-        self, job: Job[Task, Result], count: int, *, ending: str = ": try fewer of them (data.workers)"
+        self,
+        job: Job[Task, Result],
+        count: int,
+        *,
+        ending: str = ": try fewer of them (data.workers)",
+        doing: str = "tokenising",
     ) -> None:
         self._job = job
+        self._doing = doing
         self._ending = ending
         self._count = count
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
@@ -133,7 +140,7 @@ class WorkerPool(Generic[Task, Result]):
                 "not come to an end. Correct it, or name another Jinja file in model.chat_template"
             )
         why = "killed by the system, most likely for want of memory" if code == -signal.SIGKILL else f"exit code {code}"
-        return ResourceError(f"a tokenising process ended early ({why}){self._ending}")
+        return ResourceError(f"a {self._doing} process ended early ({why}){self._ending}")
 
 
 class UnexpectedError(RuntimeError):

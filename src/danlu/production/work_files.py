@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,10 @@ class WorkFolder:
         """Writes a table; raises OSError."""
         self.write(name, table_to_bytes(table))
 
-    def remove_others(self, used: set[str], prefix: str = "") -> None:
-        """Deletes the files that are not named in `used`, and folders that are empty then.
-
-        prefix: only files with names that begin so, without their folder.
-        """
+    def remove_others(self, keep: Callable[[str], bool]) -> None:
+        """Deletes the files with names, without their folder, that are not to be kept, and folders that are empty."""
         for file in self.folder.rglob("*"):
-            is_unfinished = file.name.startswith(".")
-            name = file.relative_to(self.folder).as_posix()
-            if file.is_file() and (is_unfinished or (file.name.startswith(prefix) and name not in used)):
+            if file.is_file() and not keep(file.name):
                 file.unlink(missing_ok=True)
         for folder in sorted((each for each in self.folder.rglob("*") if each.is_dir()), reverse=True):
             with suppress(OSError):  # it has files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from danlu.recipe.other_stages import other_stages
 from danlu.recipe.sections import Optimizer, Section, value_at
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
+    RecipeField,
     fields_at,
     fields_of,
     literal_values,
@@ -77,7 +79,7 @@ def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
         takes=describe_type(hint) if len(fields) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
         defaults=_by_stage(key) if key in STAGE_KEYS and other is None else defaults,
         allowed=allowed,
-        about=fields[0].about if other is None else f"{fields[0].about} (Of `{other.verb}`, stage: {other.stage}.)",
+        about=_about(fields) + (f" (Of `{other.verb}`, stage: {other.stage}.)" if other else ""),
         short=classes[0].short if classes else None,
         children=tuple((field.name, first_sentence(field.about)) for field in fields_of(hint))
         if len(classes) == 1
@@ -85,6 +87,13 @@ def explain(key: str, loaded: LoadedSection | None = None) -> Explanation:
         value=value,
         origin=origin,
     )
+
+
+def _about(fields: Sequence[RecipeField]) -> str:
+    """The documentation of a key; that of each variant where they say different things."""
+    if len({field.about for field in fields}) == 1 or not all(field.variant for field in fields):
+        return fields[0].about
+    return " ".join(f"{field.variant}: {field.about}" for field in fields)
 
 
 def _of_chain(key: str) -> Explanation:

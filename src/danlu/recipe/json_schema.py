@@ -8,11 +8,11 @@ from danlu.recipe import sections
 from danlu.recipe.chain import CHAIN_KEYS, FROM, NAME, STAGES
 from danlu.recipe.field_docs import field_docs
 from danlu.recipe.other_stages import other_stages
-from danlu.recipe.sections import Recipe, Section, quantizing, synthesis
+from danlu.recipe.sections import Recipe, Section, curating, quantizing, synthesis
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
 from danlu.recipe.type_hints import entry_type, field_types, variants_of
 
-_SECTIONS = (sections, quantizing, synthesis)
+_SECTIONS = (sections, curating, quantizing, synthesis)
 
 
 def schema() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_defaults import expand_defaults, expand_importance
-from danlu.recipe.stage_names import expand_stage
+from danlu.recipe.stage_names import VERBS_OF_STAGES, expand_stage
 from danlu.recipe.staged_lengths import expand_lengths
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
@@ -145,6 +145,11 @@ def _check(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -
         message = "this is a chain of recipes, which `danlu train` alone takes. Name the recipe of one stage here; in "
         message += "the folder of a stage that was begun, it is recipe.yaml"
         problems.append(Problem("stages", message, stages.key_origin or stages.origin))
+        return None
+    stage = tree.child("stage")
+    if stage is not None and isinstance(stage.value, str) and (verb := VERBS_OF_STAGES.get(stage.value)):
+        message = f"a recipe with stage: {stage.value} does not train: `{verb}` takes it"
+        problems.append(Problem("stage", message, stage.origin))
         return None
     complete(tree, overrides, problems)
     return check(tree, problems)

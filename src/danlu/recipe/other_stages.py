@@ -13,6 +13,7 @@ from danlu.recipe.loading import LoadedSection, in_order, read_text
 from danlu.recipe.overrides import Override, parse_overrides, put
 from danlu.recipe.sections import Section
 from danlu.recipe.short_forms import expand
+from danlu.recipe.stage_names import VERBS_OF_STAGES
 from danlu.recipe.validation import validate_section
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Problem
@@ -38,13 +39,16 @@ class OtherStage(Generic[RecipeType]):
 @cache
 def other_stages() -> tuple[OtherStage[Section], ...]:
     """All of them."""
+    from danlu.recipe.sections.curating import CurateRecipe
     from danlu.recipe.sections.quantizing import QuantizeRecipe
     from danlu.recipe.sections.synthesis import SynthesizeRecipe
 
-    return (
-        OtherStage("quantize", "danlu quantize", QuantizeRecipe),
-        OtherStage("synthesize", "danlu synthesize", SynthesizeRecipe),
-    )
+    roots: dict[str, type[Section]] = {
+        "quantize": QuantizeRecipe,
+        "curate": CurateRecipe,
+        "synthesize": SynthesizeRecipe,
+    }
+    return tuple(OtherStage(stage, VERBS_OF_STAGES[stage], root) for stage, root in roots.items())
 
 
 def load_other(

@@ -23,6 +23,8 @@ OBJECTIVE_NAMES = {
 """`stage: dpo` means `{stage: preference, objective: sigmoid}`, and so on."""
 DEFAULT_OBJECTIVES = {"distill": "forward", "preference": "sigmoid", "reward": "bradley-terry", "rl": "grpo"}
 """The default kind of the objective, by stage."""
+VERBS_OF_STAGES = {"quantize": "danlu quantize", "curate": "danlu data clean", "synthesize": "danlu synthesize"}
+"""The verbs for stages that do not train: their recipes are of other kinds (`other_stages`)."""
 TREES = ("preference", "reward", "rl")
 """Stages in which a row is a tree of tokens: a prompt with its answers."""
 

@@ -125,7 +125,7 @@ def fields_of(hint: Hint, key: str = "") -> Iterator[RecipeField]:
 
     key: the dotted key of the field with this type; "" for the recipe itself.
     """
-    kinds = {section: kind for kind, section in variants_of(hint).items()}
+    kinds = {section: kind for kind, section in variants_of(entry_type(hint) or hint).items()}
     for section in subsection_types(hint):
         for name in section.model_fields:
             yield RecipeField(f"{key}.{name}" if key else name, section, name, kinds.get(section, ""))
