@@ -80,9 +80,11 @@ def test_a_chain_quantizes_between_stages_that_train(
     with monkeypatch.context() as patch:
         patch.setattr(LayerwiseQuantizer, "_keep", keep_and_die)
         assert danlu("train", killed) == 130
+    layers = CONFIG["num_hidden_layers"]
+    said = capsys.readouterr().err.replace("\n  ", " ")
+    assert f"stopped at once; 1 of {layers} layers are quantized, and the same command goes on from there" in said
     assert not (tmp_path / "b" / "quantize").exists() and (tmp_path / "b" / ".quantize.quantizing").is_dir()
     changed = "quantize.quantization.0.bits=3"
-    capsys.readouterr()
     assert danlu("train", killed, changed) != 0
     said = capsys.readouterr().err.replace("\n  ", " ")
     assert "quantize: this stage was begun with another quantization (" in said and "to quantize it again" in said

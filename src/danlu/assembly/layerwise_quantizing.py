@@ -109,6 +109,13 @@ class LayerwiseQuantizer:
             progress(number + 1, total)
         return done
 
+    def finished(self) -> int:
+        """The number of layers that the folder of work has."""
+        done = 0
+        while self._file("layer", done).is_file():
+            done += 1
+        return done
+
     def result(self, number: int) -> LayerResult:
         """A finished layer, read from the folder of work."""
         return _unpacked(torch.load(self._file("layer", number), weights_only=True), self._method.form)
@@ -133,9 +140,7 @@ class LayerwiseQuantizer:
             for file in self._work.iterdir():
                 file.unlink()
             progress.write_text(self._key)
-        done = 0
-        while self._file("layer", done).is_file():
-            done += 1
+        done = self.finished()
         if done and self._calibration is not None and done < len(self._config.layers):
             states = torch.load(self._file("hidden", done - 1), weights_only=True)
             for pack, hidden in zip(self._calibration.packs, states, strict=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +20,7 @@ from danlu.assembly.merging import find_tokenizer
 from danlu.assembly.quantized_folder import ExportedModel
 from danlu.assembly.recipe_adapters import dataset_spec
 from danlu.assembly.stored_base import refuse_quantized
-from danlu.core.errors import DanluError, DataError, ModelError, RecipeError, ResourceError
+from danlu.core.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, Stopped
 from danlu.core.output_folder import refuse_existing
 from danlu.core.shard_box import ShardBox
 from danlu.core.types import Pack
@@ -83,7 +84,7 @@ def quantize(
 
     Raises ModelError for a model that is quantized already, that classifies, or has weights that are not finite,
     RecipeError for groups that do not divide its inputs, DataError for rows that cannot be used, and ResourceError
-    where `recipe.output` holds anything, or a device is not there.
+    where `recipe.output` holds anything, or a device is not there; Stopped where a signal stops the work on layers.
     """
     target = Path(recipe.output).expanduser()
     refuse_existing(target)
@@ -110,12 +111,13 @@ def quantize(
         return Quantized(folder, 0, config.parameter_count(), 0.0, tokens, 0, tuple(notes))
     work = work_folder(recipe)
     layers = LayerwiseQuantizer(config, folder, method, calibration, work, dtype=dtype, device=device)
-    resumed = layers.run(progress)
-    written = _Written(folder, config, layers)
-    if exported is None:
-        _save_dense(folder, target, config, written, dtype)
-    else:
-        exported.write(folder, target, dtype=dtype, value=written.value, scaled=written.scaled)
+    with _saying_how_far(layers, len(config.layers)):
+        resumed = layers.run(progress)
+        written = _Written(folder, config, layers)
+        if exported is None:
+            _save_dense(folder, target, config, written, dtype)
+        else:
+            exported.write(folder, target, dtype=dtype, value=written.value, scaled=written.scaled)
     shutil.rmtree(work)
     return Quantized(
         folder,
@@ -126,6 +128,20 @@ def quantize(
         resumed,
         (*notes, *written.notes),
     )
+
+
+@contextmanager
+def _saying_how_far(layers: LayerwiseQuantizer, total: int) -> Iterator[None]:
+    """Gives a signal that stops the work within the block a message on what the next run finds."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        done = layers.finished()
+        kept = "goes on from there" if done else "starts again"
+        raise Stopped(
+            number, f"stopped at once; {done} of {total} layers are quantized, and the same command {kept}"
+        ) from None
 
 
 def _save_dense(folder: Path, target: Path, config: ModelConfig, written: _Written, dtype: torch.dtype) -> None:
