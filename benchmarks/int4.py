@@ -1,13 +1,15 @@
 """4-bit weights by rounding, AWQ, GPTQ, and SmoothQuant before GPTQ: how far the model's next-token distributions move.
 
-    python benchmarks/int4.py MODEL TEXT [--groups 64 128] [--tokens 16384] [--evaluate 16384]
+    python benchmarks/int4.py MODEL TEXT [--groups 64 128] [--tokens 8192] [--sets 3] [--evaluate 16384]
     python benchmarks/int4.py MODEL TEXT --peer gptqmodel=ENVIRONMENT/bin/python [--peer llm-compressor=PYTHON]
     python benchmarks/int4.py MODEL TEXT --trained int3 --groups 32 [--steps 200] [--rate 1e-3]
 
 Prints, for each method, size of groups, and kind of zero, the KL divergence of the quantized model's distribution from
-that of the model itself, in nats by token, and its ratio to that of rounding to the nearest. TEXT (txt, jsonl): its
-first rows calibrate, the rows behind them are evaluated. Weights and activations are float32; everything but linear
-layers of attention and MLP stays as it is.
+that of the model itself, in nats by token, and its ratio to that of rounding to the nearest: the median over several
+sets of calibration rows, with the least and the greatest ratio. What is rounded up and what down changes with the rows,
+and the ratio of one set by several percent with it. TEXT (txt, jsonl): its first rows are evaluated, the rows behind
+them calibrate, one set after the other. Weights and activations are float32; everything but linear layers of attention
+and MLP stays as it is.
 
 With --peer other tools quantize the same model by the same documents, each in an environment of its own
 (`peer_int4.py`), and danlu reads the folders that they write.
@@ -22,11 +24,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -137,34 +142,69 @@ def documents_of(packs: list[Pack]) -> Iterator[list[int]]:
         yield from (batch.tokens[start:stop].tolist() for start, stop in pairwise(sorted({0, *starts})))
 
 
-def quantized_by(tool: str, python: str, model: Path, group: int, zero: ZeroKind, method: str, work: Path) -> Decoder:
-    """The model with the numbers that another tool gives it. work: holds documents.json, and takes what it writes."""
+def quantized_by(
+    tool: str, python: str, model: Path, form: Format, method: str, documents: Path, work: Path
+) -> Decoder:
+    """The model with the numbers that another tool gives it, which are written into `work`."""
     name, *flags = PEER_METHODS[tool][method]
-    output = work / f"{tool}-{group}-{zero}-{method.replace(' ', '-')}"
-    command = [python, str(Path(__file__).with_name("peer_int4.py")), str(model), str(work / "documents.json")]
-    command += [str(output), "--tool", tool, "--method", name, "--group", str(group), *flags]
+    group, zero = form.block[1], form.zero
+    output = work / f"{tool}-{group}-{zero}-{method.replace(' ', '-')}-{documents.stem}"
+    command = [os.path.abspath(python), str(Path(__file__).resolve().with_name("peer_int4.py")), str(model.resolve())]
+    command += [str(documents), str(output), "--tool", tool, "--method", name, "--group", str(group), *flags]
     command += [] if zero == "none" else ["--zero", zero]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work)  # tools leave logs there
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
     return load(output, layouts=weight_layouts(output))
 
 
-def decoders(
-    model: Path, form: Format, peers: dict[str, str], packs: list[Pack], work: Path, only: Collection[str]
-) -> Iterator[tuple[str, Decoder]]:
-    """(name, quantized model) of each of danlu's methods, nearest first, and of each method of other tools; of those in
-    `only`, where it has any."""
-    group, zero = form.block[1], form.zero
-    for name, method in methods(form).items():
+def ways(
+    model: Path, form: Format, peers: dict[str, str], sets: list[list[Pack]], work: Path, only: Collection[str]
+) -> Iterator[tuple[str, Callable[[int], Decoder]]]:
+    """(name, the quantized model by the number of its calibration set) of each of danlu's methods, nearest first, and
+    of each method of other tools; of those in `only`, where it has any."""
+
+    def own(name: str, number: int) -> Decoder:
+        folder = work / f"{form.block[1]}-{form.zero}-{name}-{number}"
+        return quantized(model, methods(form)[name], sets[number], folder)
+
+    def of_peer(tool: str, name: str, number: int) -> Decoder:
+        documents = work / f"{number}.json"
+        documents.write_text(json.dumps(list(documents_of(sets[number]))), encoding="utf-8")
+        return quantized_by(tool, peers[tool], model, form, name, documents, work)
+
+    for name in methods(form):
         if name == "nearest" or not only or name in only:
-            yield name, quantized(model, method, packs, work / f"{group}-{zero}-{name}")
-    for tool, python in peers.items():
+            yield name, partial(own, name)
+    for tool in peers:
         for name in (each for each in PEER_METHODS[tool] if not only or each in only):
-            try:
-                yield f"{tool}: {name}", quantized_by(tool, python, model, group, zero, name, work)
-            except RuntimeError as error:  # as a tool that does not take a size of groups
-                print(error, flush=True)
+            yield f"{tool}: {name}", partial(of_peer, tool, name)
+
+
+def compare(
+    model: Path,
+    form: Format,
+    peers: dict[str, str],
+    sets: list[list[Pack]],
+    held_out: list[Pack],
+    work: Path,
+    only: Collection[str],
+) -> None:
+    """Prints the divergences of one size of groups and kind of zero."""
+    original, nearest = log_probabilities(load(model), held_out), 0.0
+    for name, quantized_with in ways(model, form, peers, sets, work, only):
+        numbers = range(1 if name == "nearest" else len(sets))  # which looks at no rows
+        try:
+            of_sets = [divergence(original, log_probabilities(quantized_with(number), held_out)) for number in numbers]
+        except RuntimeError as error:  # as a tool that does not take a size of groups
+            print(error, flush=True)
+            continue
+        middle = median(of_sets)
+        nearest = nearest or middle
+        shares = [each / nearest for each in of_sets]
+        spread = f"  {min(shares):.3f} to {max(shares):.3f}" if len(shares) > 1 else ""
+        line = f"{form.block[1]:5}  {form.zero:8} {name:34} {middle:9.5f}  {middle / nearest:10.3f}{spread}"
+        print(line, flush=True)
 
 
 def loss_of(model: Decoder, packs: list[Pack]) -> Tensor:
@@ -216,7 +256,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text")
     parser.add_argument("--groups", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--tokens", type=int, default=16384, help="of calibration")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each set of calibration rows")
+    parser.add_argument("--sets", type=int, default=3, help="of calibration rows")
     parser.add_argument("--evaluate", type=int, default=16384, help="tokens")
     parser.add_argument("--length", type=int, default=256, help="tokens of a packed sequence")
     parser.add_argument("--trained", help="a kind of quantization to train for: int3, int2, ...")
@@ -228,26 +269,23 @@ def main() -> None:
     peers = dict(each.split("=", 1) for each in options.peer)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        packs = packs_of(options.model, options.text, options.tokens + options.evaluate, options.length, folder)
-        border = math.ceil(options.tokens / options.length)
-        calibrated, held_out = packs[:border], packs[border:]
+        size, border = (math.ceil(tokens / options.length) for tokens in (options.tokens, options.evaluate))
+        count = 1 if options.trained is not None else options.sets
+        needed = (count * size + border) * options.length
+        packs = packs_of(options.model, options.text, needed, options.length, folder)
         if options.trained is not None:
             print("format  group    float32   nearest   trained  of the gap")
             for group in options.groups:
-                compare_trained(options.model, options.trained, group, calibrated, held_out, options)
+                compare_trained(options.model, options.trained, group, packs[:size], packs[size:], options)
             return
-        work = Path(folder)
-        (work / "documents.json").write_text(json.dumps(list(documents_of(calibrated))), encoding="utf-8")
-        original = log_probabilities(load(options.model), held_out)
+        held_out = packs[:border]
+        sets = [packs[start : start + size] for start in range(border, len(packs), size)]
         zeros: tuple[ZeroKind, ...] = ("none", "integer")
-        print(f"{'group':>5}  {'zero':8} {'method':30} {'KL, nats':>9}  of nearest")
+        print(f"{'group':>5}  {'zero':8} {'method':34} {'KL, nats':>9}  of nearest  least to greatest")
         for group in options.groups:
             for zero in zeros:
-                form, nearest = Format("int4", (1, group), zero=zero), 0.0
-                for name, decoder in decoders(options.model, form, peers, calibrated, work, options.methods):
-                    found = divergence(original, log_probabilities(decoder, held_out))
-                    nearest = nearest or found
-                    print(f"{group:5}  {zero:8} {name:30} {found:9.5f}  {found / nearest:.3f}", flush=True)
+                form = Format("int4", (1, group), zero=zero)
+                compare(options.model, form, peers, sets, held_out, Path(folder), options.methods)
 
 
 if __name__ == "__main__":
