@@ -1281,10 +1281,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/quantizers/awq.py",
-        "error = ((change @ hessian) * change).sum(1, keepdim=True)",
-        "error = (change * change).sum(1, keepdim=True)",
+        "error = ((change @ hessian + 2 * others) * change).sum(1, keepdim=True)",
+        "error = ((change @ hessian + others) * change).sum(1, keepdim=True)",
         "numerics/quantizers/test_awq.py",
-        "test_clips_are_the_best_of_all_bounds_over_all_tokens",
+        "test_clips_are_the_best_of_all_bounds_for_the_output_of_the_row",
+    ),
+    Mutation(
+        "numerics/quantizers/awq.py",
+        "others = change @ hessian[:, group] - change[:, group] @ own",
+        "others = change @ hessian[:, group]",
+        "numerics/quantizers/test_awq.py",
+        "test_clips_are_the_best_of_all_bounds_for_the_output_of_the_row",
     ),
     Mutation(
         "numerics/quantizers/awq.py",
