@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders.curated_rows import conversation, documents, outcomes
 
-from danlu.curation.language import Language
+from danlu.curation.language import Language, _detect, _sample
 from danlu.curation.run_steps import run_steps
 
 TEXTS = {
@@ -42,6 +42,13 @@ def test_long_and_loud_texts() -> None:
     assert [reason for _, reason in outcomes(rows, Language(keep=("en",)))] == [
         "language: en", "language: en", "language: de", "language: en"
     ]  # fmt: skip
+
+
+def test_names_at_the_borders_of_a_text_do_not_decide() -> None:
+    names = "Krämer, Moreau, Santos, Pereira."
+    text = f"{names} The old mill had been empty since the flood, and nobody wanted to live there. " * 6 + names
+    assert _detect(_sample(text, 32))[1] < 0.65  # control: by short samples it is not likely to be English
+    assert outcomes(documents(text), Language(keep=("en",))) == [("kept", "language: en")]
 
 
 def test_a_system_prompt_says_nothing_of_the_language() -> None:

@@ -24,6 +24,7 @@ PERSONAL = [
     ("UK: +44 20 7031 3000, 020 7031 3000", "UK: [PHONE], [PHONE]"),
     ("手机：13812345678，座机 010-62781234", "手机：[PHONE]，座机 [PHONE]"),
     ("Phone: 2127365000", "Phone: [PHONE]"),
+    ("It was considered. 13812345678", "It was considered. [PHONE]"),  # an "id" within a word
     ("key=sk-proj-abcdEFGH1234abcdEFGH1234", "key=[KEY]"),
     ("AKIAIOSFODNN7EXAMPLE and ghp_16C7e42F292c6912E7710c838347Ae178B4a", "[KEY] and [KEY]"),
     ("-----BEGIN RSA PRIVATE KEY-----\nMIIE1\n-----END RSA PRIVATE KEY-----\n", "[KEY]\n"),
@@ -39,6 +40,7 @@ OTHERS = [
     "Order 2127365000 was shipped; invoice no. 212-736-5000",
     "订单号：13812345678",
     "2127365000 people",  # without a word for telephones
+    "the excellent hotel 2127365000",  # nor are "cell" and "tel" within a word
     "2020-01-15 12:30, 1990-2000, 978-3-16-148410-0, 3.14159265358979, 1,234,567,890",
     "x = 2127365000.5; 100000000; #8005551234; $2127365000",
     "a@b, @handle, user@localhost, a..b@c.com, 5@3",

@@ -249,6 +249,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "curation/test_language.py",
     ),
     Mutation(
+        "curation/language.py",
+        "if probability < _CERTAIN and len(sample) < len(text):",
+        "if False:",
+        "curation/test_language.py",
+    ),
+    Mutation(
         "curation/repair.py",
         "if self.boilerplate and row.is_document:",
         "if self.boilerplate:",

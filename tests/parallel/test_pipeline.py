@@ -102,12 +102,23 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "windows x context": (4, {"pipeline": 2, "context": 2}, WINDOWS),
     "dualpipev x data": (4, {"pipeline": {"stages": 2, "schedule": "dualpipev"}}, TIED),
 }
+SLOW = ("compiled, interleaved, lora", "compiled x zero3")  # a minute each, in which every process compiles
+FAST = tuple(name for name in CASES if name not in SLOW)
 
 
 @pytest.fixture(scope="module")
 def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    return traces_of(FAST, tiny_world, tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def slow_traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    return traces_of(SLOW, tiny_world, tmp_path_factory.mktemp("pipeline"))
+
+
+def traces_of(chosen: tuple[str, ...], tiny_world: World, folder: Path) -> dict[str, Seen]:
     """Of each case what its processes saw, and one process."""
-    folder = tmp_path_factory.mktemp("pipeline")
+    cases = {name: CASES[name] for name in chosen}
     optimizer = {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9}
     base = build(read_config_values({**FOUR, "vocab_size": 400, "tie_word_embeddings": False}))
     initialize(base, 0)
@@ -122,8 +133,8 @@ def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[
             values["model"] = {**of_base["model"], "adapters": [str(below)]}
         return recipe_file(tiny_world, folder, name, **values)
 
-    kinds = {json.dumps(changes): changes for _, _, changes in CASES.values()}
-    files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in CASES.items()}
+    kinds = {json.dumps(changes): changes for _, _, changes in cases.values()}
+    files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in cases.items()}
     alone = {
         kind: file(
             f"one-{number}", **{key: value for key, value in changes.items() if key not in ("memory", "compile")}
@@ -134,17 +145,23 @@ def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[
     rounded = see(list(alone.values()), PACKS, MICRO, 1, rounded=True)
     seen: dict[str, Seen] = {}
     for size in (2, 4):
-        names = [name for name, case in CASES.items() if case[0] == size]
+        names = [name for name, case in cases.items() if case[0] == size]
         by_rank = run_group(see, size, [files[name] for name in names], PACKS, MICRO, timeout=900)
         for name in names:
-            kind = alone[json.dumps(CASES[name][2])]
+            kind = alone[json.dumps(cases[name][2])]
             seen[name] = [rank[files[name]] for rank in by_rank], reference[kind], rounded[kind]
     return seen
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAST)
 def test_stages_are_one_process(traces: dict[str, Seen], name: str) -> None:
     assert differences(*traces[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_stages_are_one_process(slow_traces: dict[str, Seen], name: str) -> None:
+    assert differences(*slow_traces[name]) == []
 
 
 def test_a_tie_between_stages_that_is_not_summed_shows(tiny_world: World, tmp_path: Path) -> None:

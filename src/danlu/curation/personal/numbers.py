@@ -37,11 +37,13 @@ _PHONE = re.compile(
     r"[+(0-9](?<![\w.,/$€£¥#-].)(?:[0-9(]|[ ().-]{1,2}(?=[0-9(])){6,20}(?<=[0-9])(?![\w]|[.,/-][0-9])", re.ASCII
 )
 _PHONE_WORD = re.compile(
-    r"phone|tel|call|mobile|cell|fax|whatsapp|contact|hotline|sms|dial|电话|手机|联系|传真|热线|致电", re.IGNORECASE
+    r"(?<![a-z])(?:[a-z]*phones?|tel|call(?:s|ed|ing)?|mobiles?|cell|fax|whatsapp|contacts?|hotline|sms|dial)(?![a-z])"
+    r"|电话|手机|联系|传真|热线|致电",
+    re.IGNORECASE,
 )
 _OTHER_NUMBER = re.compile(
-    r"order|invoice|ticket|ref|track|parcel|serial|isbn|issn|doi|part|model|item|sku|id|account|case|patent|version"
-    r"|订单|单号|编号|序列号|快递|发票|工单|账号",
+    r"(?<![a-z])(?:orders?|invoices?|tickets?|ref(?:erence)?|track(?:ing)?|parcels?|serial|isbn|issn|doi|parts?|models?"
+    r"|items?|sku|ids?|accounts?|cases?|patents?|version)(?![a-z])|订单|单号|编号|序列号|快递|发票|工单|账号",
     re.IGNORECASE,
 )
 

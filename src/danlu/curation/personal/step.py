@@ -41,7 +41,7 @@ class Personal:
     mask: str = "[{kind}]"
     regions: tuple[str, ...] = ("US", "CN", "GB")
     name: ClassVar[str] = "personal"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[Needs] = "text"
 
     def measured_with(self) -> Mapping[str, object]:
