@@ -17,7 +17,8 @@ only those of the answers are counted, and every engine gets the length of each 
     samples   8 prompts of 128 tokens with 8 answers each, of log-normal lengths: the workload of reinforcement learning
     ragged    128 prompts of 64 tokens, answers of 16 to 512
     exact     what `numerics: exact` costs: 8 prompts, beside the same engine without it
-    formats   weights in few bits beside bfloat16: the answer to one prompt, and 8 prompts of 256 tokens that are read
+    formats   weights in few bits beside bfloat16: the answers to one prompt of 8 tokens, or to several (--prompts)
+    scoring   the same models reading 512 tokens, as they do to score them; only the two tokens behind are counted
 
 `samples` and `ragged` also tell how full blocks are: the most slots that a live sequence has and does not use, their
 share of all, and the cache's most memory beside that of rows as long as the longest.
@@ -55,7 +56,7 @@ from danlu.numerics.format import WHOLE, Format
 from danlu.numerics.scaled_weight import ScaledWeight
 from danlu.planning.cache_memory import block_bytes
 
-CASES = ("launch", "equal", "samples", "ragged", "exact", "formats")
+CASES = ("launch", "equal", "samples", "ragged", "exact", "formats", "scoring")
 PEERS = ("generate", "continuous", "vllm")
 VLLM_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_SERVER_DEV_MODE": "1"}
 SIZES = {
@@ -387,23 +388,32 @@ def run_exact(name: str, folder: Path, dtype: torch.dtype, arguments: argparse.N
     print(json.dumps(row | {"exact_takes": round(medians["exact"] / medians["fast"], 2)}), flush=True)
 
 
-def compare_formats(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+def engines_of_formats(folder: Path, device: str) -> dict[str, Danlu]:
     """Models of one folder with weights in bfloat16, in int8 by rows and in int4 by groups, and products in int8."""
     dtype = torch.bfloat16
     forms = {"int8": Format("int8", (1, WHOLE), narrow_range=True), "int4": Format("int4", (1, 32), narrow_range=True)}
-    engines: dict[str, Engine] = {"bf16": Danlu(load(folder, dtype=dtype, device=arguments.device), dtype)}
+    engines = {"bf16": Danlu(load(folder, dtype=dtype, device=device), dtype)}
     for kind, form in forms.items():
-        model = load(folder, dtype=dtype, device=arguments.device)
+        model = load(folder, dtype=dtype, device=device)
         for linear in [each for each in model.layers.modules() if isinstance(each, Linear)]:
             linear.store(ScaledWeight.quantize(linear.stored_weight, form))
         engines[kind] = Danlu(model, dtype)
-    model = load(folder, dtype=dtype, device=arguments.device)
+    model = load(folder, dtype=dtype, device=device)
     engines["int8_products"] = Danlu(model, dtype, EngineOptions(precision="int8"))
-    vocab_size = model.config.vocab_size
-    asked = [(random_prompts(1, 8, vocab_size)[0], arguments.new_tokens)]
-    compare(f"{name} formats answer", engines, asked, arguments.rounds)
-    read = [(prompt, 1) for prompt in random_prompts(8, 256, vocab_size)]
-    compare(f"{name} formats read 2048 tokens", engines, read, arguments.rounds)
+    return engines
+
+
+def compare_formats(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+    """`formats` and `scoring`."""
+    engines = engines_of_formats(folder, arguments.device)
+    vocab_size = engines["bf16"].engine.config.vocab_size
+    if "formats" in arguments.cases:
+        for count in arguments.prompts:
+            asked = [(prompt, arguments.new_tokens) for prompt in random_prompts(count, 8, vocab_size)]
+            compare(f"{name} formats answer {count}", engines, asked, arguments.rounds)
+    if "scoring" in arguments.cases:
+        read = [(prompt, 1) for prompt in random_prompts(2, 256, vocab_size)]
+        compare(f"{name} scoring 512 tokens", engines, read, arguments.rounds)
 
 
 def time_engine(arguments: argparse.Namespace) -> None:
@@ -429,6 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", default=["generate", "continuous"], choices=PEERS)
     parser.add_argument("--vllm", type=Path, help="the program of vLLM, for --peers vllm")
     parser.add_argument("--new-tokens", type=int, default=128, help="of `equal`, `exact` and `formats`")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[1], help="of `formats`, asked at a time")
     parser.add_argument("--requests", type=int, default=128, help="of `ragged`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -453,9 +464,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, folder in folders.items():
             if "launch" in arguments.cases:
                 compare_launch(name, folder, arguments.rounds, arguments.device)
-            if "formats" in arguments.cases:
+            if {"formats", "scoring"} & {*arguments.cases}:
                 compare_formats(name, folder, arguments)
-            if arguments.cases == ["formats"]:
+            if {"formats", "scoring"} >= {*arguments.cases}:
                 continue
             for dtype in (getattr(torch, dtype) for dtype in arguments.dtypes):
                 run_folder(name, folder, dtype, arguments)

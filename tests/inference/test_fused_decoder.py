@@ -13,9 +13,13 @@ from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions
 from danlu.inference.fused_decoder import FusedDecoder
 from danlu.inference.request import Request, SamplingOptions
+from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
+from danlu.models.modules import Linear
 from danlu.models.packed_weights import PackedWeights, can_pack
 from danlu.models.rope_config import DynamicScaling, YarnScaling
+from danlu.numerics.format import WHOLE, Format
+from danlu.numerics.scaled_weight import ScaledWeight
 
 GREEDY = SamplingOptions(temperature=0)
 ALIKE = [[3, 9, 4], [7, 2, 5], [11, 12, 13]]
@@ -107,6 +111,56 @@ def test_bfloat16_is_as_near_as_the_modules_are(decoder, calls, monkeypatch):
     assert got.logprobs == pytest.approx(expected.logprobs, abs=0.1)
 
 
+FEW_BITS = {
+    "int8": Format("int8", (1, WHOLE), narrow_range=True),
+    "int4": Format("int4", (1, 32)),
+    "int4 with zeros": Format("int4", (1, 32), zero="integer"),
+}
+
+
+def in_few_bits(model, form):
+    for linear in [each for each in model.layers.modules() if isinstance(each, Linear)]:
+        linear.store(ScaledWeight.quantize(linear.stored_weight, form))
+    return model
+
+
+def error(model, answers):
+    """The root of the mean square of differences from a model's log-probabilities of answers to `ALIKE`."""
+    differences = []
+    for prompt, answer in zip(ALIKE, answers, strict=True):
+        ids, places = torch.tensor([*prompt, *answer.tokens]), torch.arange(len(prompt) + len(answer.tokens))
+        with torch.inference_mode():
+            hidden = model(ids, places, PackedAttention((0, len(ids))), torch.float32)
+            logprobs = model.logits(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
+        wanted = logprobs.gather(1, torch.tensor(answer.tokens).unsqueeze(1)).squeeze(1)
+        differences.append(torch.tensor(answer.logprobs) - wanted)
+    return float(torch.cat(differences).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("form", "kind"), [("int8", "qk-norm"), ("int4", "llama"), ("int4 with zeros", "biases")])
+def test_weights_in_few_bits_are_as_near_as_by_the_modules(decoder, calls, monkeypatch, form, kind):
+    """To the same numbers in float32; the control has one matrix of another layer."""
+    changes = {"intermediate_size": 64, **CHANGES[kind]}
+    model = in_few_bits(decoder(**changes).to(torch.bfloat16), FEW_BITS[form])
+    exact = in_few_bits(decoder(**changes), FEW_BITS[form])
+    exact.load_state_dict(model.state_dict())  # norms, embedding and biases in bfloat16
+    fused = generate(model, ALIKE, GREEDY, 12)
+    assert calls == [len(ALIKE)] * 11
+    modules = by_modules(monkeypatch, model, ALIKE, GREEDY, 12)
+    assert error(exact, fused) < 1.5 * error(exact, modules) < 0.1
+    layers = model.layers
+    layers["1"].mlp.down_proj.store(layers["2"].mlp.down_proj.quantized)
+    assert error(exact, generate(model, ALIKE, GREEDY, 12)) > 0.3
+
+
+def test_codes_that_change_are_taken_up(decoder):
+    model = in_few_bits(decoder(intermediate_size=64), FEW_BITS["int4"])
+    fused = fused_of(model, torch.bfloat16)
+    assert fused is not None and fused.is_current
+    model.layers["1"].attention.o_proj.quantized.scales.mul_(2)
+    assert not fused.is_current
+
+
 def test_weights_that_change_are_taken_up(decoder, calls):
     model = decoder()
     engine = EmbeddedEngine(model)
@@ -153,8 +207,8 @@ def test_what_takes_part_besides_is_left_to_the_modules(decoder):
     def adapted(model):
         model.layers["1"].attention.o_proj.adapter = nn.Identity()
 
-    def quantized(model):
-        model.layers["1"].attention.o_proj.store(nn.Identity())
+    def quantized_in_part(model):
+        model.layers["1"].attention.k_proj.store(nn.Identity())
 
     def without_bias(model):
         model.layers["1"].mlp.down_proj.adds_bias = False
@@ -162,7 +216,7 @@ def test_what_takes_part_besides_is_left_to_the_modules(decoder):
     def prefixed(model):
         model.layers["1"].attention.prefix = nn.Identity()
 
-    for change in (hooked, followed, entered, adapted, quantized, without_bias, prefixed):
+    for change in (hooked, followed, entered, adapted, quantized_in_part, without_bias, prefixed):
         model = decoder()
         change(model)
         assert fused_of(model) is None, change.__name__

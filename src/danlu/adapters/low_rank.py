@@ -112,10 +112,13 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[tuple[Tensor, _Direct
         own_u = u[:, start : start + rank]  # [T, r], the columns of this branch
         start += rank
         bias = None if linear.added_bias is None else linear.added_bias.to(x.dtype)
-        with linear.weight_in_workspace(x.dtype) as weight:
-            direction = None if factors.magnitude is None else _direction(factors, weight)
-            effective = weight if direction is None else linear.scaled_rows(weight, direction.gain)
-            y = _base_product(x, effective, bias, linear)
+        if factors.magnitude is None and linear.multiplies_codes(x):
+            direction, y = None, linear.base(x)
+        else:
+            with linear.weight_in_workspace(x.dtype) as weight:
+                direction = None if factors.magnitude is None else _direction(factors, weight)
+                effective = weight if direction is None else linear.scaled_rows(weight, direction.gain)
+                y = _base_product(x, effective, bias, linear)
         # In place: y is this operation's own output, and no [T, O] temporary is made.
         y.addmm_(own_u, _scaled(factors.b * factors.scale, direction).to(x.dtype).t())
         results.append((y, direction))

@@ -121,18 +121,18 @@ class QuantizedWeight(Protocol):
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
     def few_row_product(
-        self,
-    ) -> FewRowProduct | None: ...  # of few rows in bfloat16, by a kernel that reads codes; None: there is none
+        self, *below: QuantizedWeight, is_one: bool = False
+    ) -> FewRowProduct | None: ...  # with this and others below it, by a kernel that reads codes; None: there is none
 
 
 class FewRowProduct(Protocol):
-    """The product of few rows with a frozen matrix [O, I] as it is stored."""
+    """The product of few rows with frozen matrices [O, I] as they are stored, one below the other."""
 
     @property
-    def copied_bytes(self) -> int: ...  # memory besides the matrix's
+    def copied_bytes(self) -> int: ...  # memory besides the matrices'
 
     @property
-    def multiply(self) -> Callable[[Tensor], Tensor]: ...  # [M, I] -> [M, O], bfloat16, without a gradient
+    def multiply(self) -> Callable[[Tensor], Tensor]: ...  # [M, I] -> [M, O of all], bfloat16, without a gradient
 
 
 class StackedQuantizedWeight(Protocol):
@@ -155,6 +155,8 @@ class StackedQuantizedWeight(Protocol):
     def rounded_product(
         self, x: Tensor, counts: Tensor
     ) -> Tensor | None: ...  # [N, I], [E] -> [N, O] where x is rounded, without a gradient; None: it is not
+
+    def few_row_product(self, index: int, *, is_one: bool = False) -> FewRowProduct | None: ...  # that of one of them
 
     def part(self, start: int, count: int) -> StackedQuantizedWeight: ...  # so many of them
 
@@ -279,6 +281,8 @@ class LinearLayer(Protocol):
     def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor: ...  # [O, I] times [O]; in place if only lent
 
     def base(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] without any adapter
+
+    def multiplies_codes(self, x: Tensor) -> bool: ...  # whether `base` multiplies x with codes as they are stored
 
 
 class LinearAdapter(Protocol):

@@ -99,7 +99,7 @@ class EmbeddedEngine(StepwiseEngine):
     def copies_weights(self, value: bool) -> None:
         self._runner.copies_weights = value and not self.exact
         if not value:
-            self._runner.weights_changed()
+            self._runner.drop_copies()
 
     @property
     def longest(self) -> int:
@@ -194,7 +194,7 @@ class EmbeddedEngine(StepwiseEngine):
     def sleep(self) -> None:
         """Gives the cache's memory back until `wake`; unfinished answers are read again then."""
         self._restart()
-        self._runner.weights_changed()
+        self._runner.drop_copies()
         self._runner.pool.release()
         self.is_asleep = True
 

@@ -24,7 +24,7 @@ from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.mixer_spec import Heads
 from danlu.models.modules import MLP, Linear, RMSNorm, identity
-from danlu.models.packed_weights import PackedWeights, Product
+from danlu.models.packed_weights import PackedWeights, Product, QuantizedProduct
 from danlu.models.rope import inverse_frequencies, rotary_tables
 
 
@@ -54,12 +54,12 @@ class _Norm:
 @dataclass(frozen=True)
 class _FusedLayer:
     attention_norm: _Norm
-    qkv: Product  # [H*C + 2 K*C, D]
+    qkv: Product | QuantizedProduct  # [H*C + 2 K*C, D]
     head_norm: _Norm | None  # of queries and keys, [H + K, C]
-    o: Product
+    o: Product | QuantizedProduct
     mlp_norm: _Norm
-    gate_up: Product  # [2 F, D]
-    down: Product
+    gate_up: Product | QuantizedProduct  # [2 F, D]
+    down: Product | QuantizedProduct
 
 
 class FusedDecoder:
@@ -71,8 +71,8 @@ class FusedDecoder:
         scale, rope = mixer.attention_scale, mixer.rope
         assert rope is not None, "`_is_plain` has looked"
         self._model, self._dtype, self._layers, self._rope = model, dtype, layers, rope
-        self._parameters = list(model.parameters())
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._sources = [*model.parameters(), *model.buffers()]  # codes of quantized weights are buffers
+        self._versions = [source._version for source in self._sources]
         self._heads, self._kv_heads, self._width = mixer.heads, mixer.kv_heads, mixer.head_dim
         self._gelu = spec.feed.activation == "gelu_tanh"
         assert isinstance(model.norm, RMSNorm), "`_is_plain` has looked"
@@ -90,8 +90,9 @@ class FusedDecoder:
 
     @classmethod
     def of(cls, model: Decoder, packed: PackedWeights, dtype: torch.dtype) -> FusedDecoder | None:
-        """The decoder with its present weights; None for one that has adapters, quantized weights, windows, soft caps,
-        sinks, gates, hooks, or parts that are on several processes, and where copies of the weights have no room."""
+        """The decoder with its present weights, dense or in few bits; None for one that has adapters, windows, soft
+        caps, sinks, gates, hooks, or parts that are on several processes, and where copies of dense weights have no
+        room."""
         if not _is_plain(model):
             return None
         layers = []
@@ -126,7 +127,7 @@ class FusedDecoder:
     @property
     def is_current(self) -> bool:
         """Whether no weight was changed since, as far as torch counts changes."""
-        return self._versions == [parameter._version for parameter in self._parameters]
+        return self._versions == [source._version for source in self._sources]
 
     def __call__(self, tokens: Tensor, positions: Tensor, rows: DecodeRows, pool: CachePool) -> Tensor:
         """Hidden states behind the final norm, [Q, D], of tokens [Q] int64 at positions [Q] int64.
@@ -173,9 +174,17 @@ def _written(layer: int, entries: Tensor, rows: DecodeRows, pool: CachePool) -> 
     return torch.stack(pool.rounded(layer, *entries))
 
 
-def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Product | None:
+def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Product | QuantizedProduct | None:
+    """The product with layers that share their input; None where there is no room for a copy, and where they do not
+    have biases, or quantized weights, alike."""
+    biases = tuple(linear.bias for linear in linears)
     weights = [linear.weight for linear in linears if linear.weight is not None]
-    return packed.product_of(weights, [linear.bias for linear in linears], dtype, packed.encoder_of(linears[0]))
+    if len(weights) == len(linears):
+        return packed.product_of(weights, biases, dtype, packed.encoder_of(linears[0]))
+    if weights:
+        return None
+    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+    return packed.quantized_product_of(quantized, biases, dtype)
 
 
 def _is_plain(model: Decoder) -> bool:
@@ -232,6 +241,9 @@ def _is_plain_layer(layer: Layer) -> bool:
     if layer.enter is not identity or layer.leave is not identity:
         return False
     linears = [module for module in layer.modules() if isinstance(module, Linear)]
-    return all(
-        type(linear.weight) is nn.Parameter and linear.adapter is None and linear.adds_bias for linear in linears
-    )
+    return all(linear.adapter is None and linear.adds_bias and _has_own_weight(linear) for linear in linears)
+
+
+def _has_own_weight(linear: Linear) -> bool:
+    """Whether the weight of a layer is whole, dense or in few bits."""
+    return type(linear.weight) is nn.Parameter or (linear.weight is None and linear.quantized is not None)

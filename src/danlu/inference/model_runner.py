@@ -175,8 +175,13 @@ class ModelRunner:
                 parameter.copy_(value)
 
     def weights_changed(self) -> None:
-        """Drops copies of weights. Their version alone does not tell: FSDP gathers weights,
+        """Drops copies of weights that are trained. Their version alone does not tell: FSDP gathers weights,
         and `.data` is written to, without counting."""
+        self.packed_weights.clear_trained()
+        self._fused, self._fused_is_known = None, False
+
+    def drop_copies(self) -> None:
+        """Gives the memory of all copies of weights back."""
         self.packed_weights.clear()
         self._fused, self._fused_is_known = None, False
 

@@ -32,7 +32,7 @@ from danlu.core.layer_types import (
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Activation, Dense, NormKind
-from danlu.models.packed_weights import ACTIVE
+from danlu.models.packed_weights import ACTIVE, takes_few_rows
 from danlu.models.rope import Rotation
 from danlu.models.tensor_cut import TensorCut
 
@@ -185,6 +185,10 @@ class Linear(_Weights):
         y = self._stored.product(x) if packed is None else packed.quantized_product(x, self._stored)
         return y if bias is None else y + bias.to(y.dtype)
 
+    def multiplies_codes(self, x: Tensor) -> bool:
+        """Whether `base` multiplies x [T, in] with codes as they are stored, if there is a kernel that does."""
+        return self.weight is None and ACTIVE.packed_weights is not None and takes_few_rows(x)
+
     def forward(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
         return self.base(x) if self.adapter is None else self.adapter(x, self, recomputed)
 
@@ -205,6 +209,9 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         encoder, *others = (packed.encoder_of(linear) for linear in linears)
         if all(other is encoder for other in others):
             return packed.products(x, weights, [linear.added_bias for linear in linears], encoder)
+    if packed is not None and all(linear.multiplies_codes(x) for linear in linears):
+        biases = [linear.added_bias for linear in linears]
+        return packed.quantized_products(x, [linear._stored for linear in linears], biases)
     return tuple(linear(x) for linear in linears)
 
 

@@ -121,10 +121,14 @@ def quantized_grouped_linear(
     x: Tensor, weight: StackedQuantizedWeight, counts: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """`grouped_linear` over frozen weights that are dequantized for the product, and again for the backward pass; or
-    that multiply rounded activations."""
-    if (y := weight.rounded_product(x, counts)) is not None:
-        return with_bias_of_group(y, counts, bias)
-    return with_bias_of_group(_QuantizedGroupedLinear.apply(x, weight, counts), counts, bias)
+    that multiply rounded activations, or few rows of a rollout as they are stored."""
+    if (y := weight.rounded_product(x, counts)) is None:
+        packed = ACTIVE.packed_weights
+        if packed is not None and not x.requires_grad:
+            y = packed.quantized_grouped_product(x, weight, counts)
+        else:
+            y = _QuantizedGroupedLinear.apply(x, weight, counts)
+    return with_bias_of_group(y, counts, bias)
 
 
 def with_bias_of_group(y: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.core.layer_types import FewRowProduct, QuantizedWeight
+from danlu.core.layer_types import FewRowProduct, QuantizedWeight, StackedQuantizedWeight
+from danlu.models.grouped_mm import quantized_grouped_mm
 
 # Which order oneDNN chooses hangs on the rows that it expects; this one serves from 2 to 512 rows well (measured).
 EXPECTED_ROWS = 32
@@ -84,6 +85,25 @@ class Product:
         return y if self.encoder is None or self.bias is None else y.add_(self.bias)
 
 
+@dataclass(frozen=True)
+class QuantizedProduct:
+    """The product with frozen matrices in few bits of layers that share one x, one below the other."""
+
+    packed_weights: PackedWeights
+    weights: tuple[QuantizedWeight, ...]
+    bias: Tensor | None
+    """[O of all], in the type of activations."""
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [M, I] -> [M, O of all], plus a residual of that size, which is left as it is."""
+        return self(x).add_(residual)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, I] -> [M, O of all], a new tensor."""
+        y = self.packed_weights.quantized_product(x, *self.weights)
+        return y if self.bias is None else y.add_(self.bias)
+
+
 class PackedWeights:
     """Makes the products of linear layers in a thread while it is active, with copies of their weights.
 
@@ -99,10 +119,11 @@ class PackedWeights:
     ) -> None:
         self.limit_bytes = limit_bytes
         self._encoder, self._encoded_layers = encoder, frozenset(encoded_layers)
-        self._taken_bytes = 0
+        self._taken_bytes = self._few_row_bytes = 0
         self._copies: dict[tuple[int, ...], Product] = {}  # by the ids of the weights
         self._stacked_copies: dict[int, _StackedCopy] = {}  # of encoded experts
-        self._few_row_products: dict[QuantizedWeight, FewRowProduct | None] = {}
+        self._few_row_products: dict[tuple[tuple[QuantizedWeight, ...], bool], FewRowProduct | None] = {}
+        self._stacked_few_row_products: dict[StackedQuantizedWeight, dict[tuple[int, bool], FewRowProduct | None]] = {}
 
     @property
     def copies(self) -> int:
@@ -125,8 +146,12 @@ class PackedWeights:
 
     def clear(self) -> None:
         """Gives the memory of copies back."""
+        self.clear_trained()
+        self._few_row_products, self._stacked_few_row_products, self._few_row_bytes = {}, {}, 0
+
+    def clear_trained(self) -> None:
+        """Drops the copies of weights that may change, which weights in few bits do not."""
         self._copies, self._stacked_copies, self._taken_bytes = {}, {}, 0
-        self._few_row_products = {}
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, encoder: WeightEncoder | None = None) -> Tensor:
         """x [.., I] @ weight [O, I].T, plus bias [O] -> [.., O] in x's dtype."""
@@ -156,21 +181,85 @@ class PackedWeights:
             return tuple(self.product(x, weight, bias, encoder) for weight, bias in zip(weights, biases, strict=True))
         return copy(x).split([len(weight) for weight in weights], dim=-1)
 
-    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """x [M, I] times a frozen matrix in few bits -> [M, O] in x's dtype.
+    def quantized_product(self, x: Tensor, *weights: QuantizedWeight) -> Tensor:
+        """x [M, I] times frozen matrices in few bits, one below the other -> [M, O of all] in x's dtype.
 
-        Few rows in bfloat16 by a kernel that reads its codes, where there is one and room for what it needs.
+        Few rows in bfloat16 by a kernel that reads codes, where there is one and room for what it needs.
         """
-        if x.device.type != "cpu" or x.dtype != torch.bfloat16 or len(x) > FEW_ROWS or x.requires_grad:
-            return weight.product(x)
-        if weight not in self._few_row_products:
-            product = weight.few_row_product()
-            if product is not None and self._taken_bytes + product.copied_bytes > self.limit_bytes:
-                product = None
-            self._taken_bytes += 0 if product is None else product.copied_bytes
-            self._few_row_products[weight] = product
-        own = self._few_row_products[weight]
-        return weight.product(x) if own is None else own.multiply(x)
+        if takes_few_rows(x) and (own := self._few_row_product(weights, x.shape[0] == 1)) is not None:
+            return own.multiply(x)
+        if len(weights) == 1:
+            return weights[0].product(x)
+        return torch.cat([self.quantized_product(x, weight) for weight in weights], dim=-1)
+
+    def quantized_products(
+        self, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """The products of x [M, I] with several such matrices, plus biases [O] -> [M, O] of each, in x's dtype."""
+        outputs = self.quantized_product(x, *weights).split([weight.shape[0] for weight in weights], dim=-1)
+        return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(outputs, biases, strict=True))
+
+    def quantized_product_of(
+        self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> QuantizedProduct | None:
+        """`quantized_product` of activations of a type, plus biases; None where some have a bias and others not."""
+        if len({bias is None for bias in biases}) > 1:
+            return None
+        return QuantizedProduct(self, tuple(weights), _stacked_bias(biases, dtype))
+
+    def quantized_grouped_product(self, x: Tensor, weight: StackedQuantizedWeight, counts: Tensor) -> Tensor:
+        """Rows x [N, I], those of each matrix together, times frozen matrices in few bits -> [N, O] in x's dtype.
+
+        counts [E]: rows of each matrix. Each is multiplied as in `quantized_product`, by the rows that it has.
+        """
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+            return quantized_grouped_mm(x, weight, counts, transposed=True)
+        sizes = counts.tolist()
+        own = [
+            self._few_row_product_of(weight, index, size == 1) if 0 < size <= FEW_ROWS else None
+            for index, size in enumerate(sizes)
+        ]
+        groups = list(zip(x.split(sizes), own, strict=True))
+        left = [size if product is None else 0 for size, product in zip(sizes, own, strict=True)]
+        rows_left = torch.cat([x[:0], *(rows for rows, product in groups if product is None)])
+        dequantized = quantized_grouped_mm(rows_left, weight, counts.new_tensor(left), transposed=True).split(left)
+        return torch.cat(
+            [
+                y if product is None else product.multiply(rows)
+                for y, (rows, product) in zip(dequantized, groups, strict=True)
+            ]
+        )
+
+    def _few_row_product(self, weights: tuple[QuantizedWeight, ...], is_one: bool) -> FewRowProduct | None:
+        """The product of few rows, or the one of a single row; None where there is none, or no room for its copy."""
+        key = weights, is_one
+        if key not in self._few_row_products:
+            first, *others = weights
+            product = self._with_room(first.few_row_product(*others, is_one=is_one))
+            if product is None and is_one:
+                product = self._few_row_product(weights, False)
+            self._few_row_products[key] = product
+        return self._few_row_products[key]
+
+    def _few_row_product_of(self, weight: StackedQuantizedWeight, index: int, is_one: bool) -> FewRowProduct | None:
+        """That of one of stacked matrices."""
+        products, key = self._stacked_few_row_products.setdefault(weight, {}), (index, is_one)
+        if key not in products:
+            product = self._with_room(weight.few_row_product(index, is_one=is_one))
+            if product is None and is_one:
+                product = self._few_row_product_of(weight, index, False)
+            products[key] = product
+        return products[key]
+
+    def _with_room(self, product: FewRowProduct | None) -> FewRowProduct | None:
+        """A product whose copies are counted from now on; None where they have no room."""
+        if product is None or not self._has_room(product.copied_bytes):
+            return None
+        self._few_row_bytes += product.copied_bytes
+        return product
+
+    def _has_room(self, added_bytes: int) -> bool:
+        return self._taken_bytes + self._few_row_bytes + added_bytes <= self.limit_bytes
 
     def grouped_product(self, x: Tensor, weight: Tensor, counts: Tensor, encoder: WeightEncoder) -> Tensor:
         """Rows x [N, I], those of each layer together, times weight [G, O, I] encoded -> [N, O] in x's dtype.
@@ -239,13 +328,18 @@ class PackedWeights:
         key = tuple(map(id, weights))
         if all(weight.dtype == dtype for weight in weights):
             added_bytes = sum(weight.nbytes for weight in weights)
-            if not packed or (key not in self._copies and self._taken_bytes + added_bytes > self.limit_bytes):
+            if not packed or (key not in self._copies and not self._has_room(added_bytes)):
                 return None
             self._taken_bytes += added_bytes if key not in self._copies else 0
         bias, versions = _stacked_bias(biases, dtype), _versions(weights, biases)
         multiply = _plain_product(_stacked(weights, dtype), bias, packed=packed)
         copy = self._copies[key] = Product(weights, biases, versions, dtype, multiply, bias)
         return copy
+
+
+def takes_few_rows(x: Tensor) -> bool:
+    """Whether matrices in few bits may be multiplied with x [M, I] as they are stored."""
+    return x.dtype == torch.bfloat16 and len(x) <= FEW_ROWS and x.device.type == "cpu" and not x.requires_grad
 
 
 class _StackedCopy:

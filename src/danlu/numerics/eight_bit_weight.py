@@ -14,6 +14,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from danlu.core.layer_types import QuantizedWeight
 from danlu.numerics.encoded_products import integer_sums
 from danlu.numerics.format import WHOLE, Format, Scaled, encode
 from danlu.numerics.products import product
@@ -41,7 +42,7 @@ class _EightBitWeight(ScaledWeight):
     def _rounded_product(self, x: Tensor) -> Tensor:
         """`product`, of an x that may be rounded."""
 
-    def few_row_product(self) -> None:
+    def few_row_product(self, *below: QuantizedWeight, is_one: bool = False) -> None:
         """None: few rows are rounded as many are."""
 
     def shard(self, rows: slice, columns: slice) -> ScaledWeight:

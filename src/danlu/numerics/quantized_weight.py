@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
-from danlu.core.layer_types import FewRowProduct
+from danlu.core.layer_types import FewRowProduct, QuantizedWeight
 
 
 class QuantizedModule(nn.Module):
@@ -105,8 +105,9 @@ class QuantizedWeightModule(QuantizedModule):
         """
         return _Product.apply(x, self)
 
-    def few_row_product(self) -> FewRowProduct | None:
-        """The product of few rows in bfloat16 by a kernel that reads the codes; None where there is none."""
+    def few_row_product(self, *below: QuantizedWeight, is_one: bool = False) -> FewRowProduct | None:
+        """The product of few rows in bfloat16 with this matrix, and others below it, by a kernel that reads the codes;
+        None where there is none. is_one: by one that takes a single row and is faster."""
         return None
 
     def extra_repr(self) -> str:
@@ -210,6 +211,10 @@ class StackedWeight(QuantizedModule):
     def matrix(self, index: int) -> QuantizedWeightModule:
         """One of the matrices [O, I]; its codes and constants are views."""
         return self._single[0].with_tensors({name: tensor[index] for name, tensor in self._tensors().items()})
+
+    def few_row_product(self, index: int, *, is_one: bool = False) -> FewRowProduct | None:
+        """That of one of the matrices; None for codes that FSDP shards."""
+        return None if "codes" in self._parameters else self.matrix(index).few_row_product(is_one=is_one)
 
     def part(self, start: int, count: int) -> StackedWeight:
         """Returns `count` of the matrices from `start` on, with the same codes, in memory of their own."""

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.core.errors import ModelError
-from danlu.numerics.few_row_products import FewRowProduct, few_row_product
+from danlu.core.layer_types import QuantizedWeight
+from danlu.numerics.few_row_products import FewRowProduct, few_row_product, one_row_product
 from danlu.numerics.format import (
     E2M1_VALUES,
     Format,
@@ -133,9 +134,12 @@ class ScaledWeight(QuantizedWeightModule):
         zeros = tensors["zeros"].to(torch.float32).flatten(0, 1) if "zeros" in tensors else None
         _write(out.flatten(0, 1), tensors["codes"].flatten(0, 1), scales, zeros, None, self.form, block)
 
-    def few_row_product(self) -> FewRowProduct | None:
-        """See `numerics.few_row_products`; not of codes that FSDP shards."""
-        return few_row_product(self.scaled()) if "codes" in self._buffers else None
+    def few_row_product(self, *below: QuantizedWeight, is_one: bool = False) -> FewRowProduct | None:
+        """See `numerics.few_row_products`; not of codes that FSDP shards, nor of matrices of different classes."""
+        matrices = [each for each in (self, *below) if isinstance(each, ScaledWeight) and type(each) is type(self)]
+        if len(matrices) <= len(below) or any("codes" not in matrix._buffers for matrix in matrices):
+            return None
+        return (one_row_product if is_one else few_row_product)(*(matrix.scaled() for matrix in matrices))
 
     def extra_repr(self) -> str:
         return f"{self.form.element}, {super().extra_repr()}"

@@ -94,8 +94,8 @@ class EngineModel:
     @cached_property
     def is_fused(self) -> bool:
         """Whether answers that grow go through `inference.fused_decoder`."""
-        has_adapter = bool(self.training.adapters) or self.training.quantized
-        return self.packs and not has_adapter and self.ranks == 1 and is_plain(self.config)
+        copies_weights = self.device == "cpu" and not self.exact
+        return copies_weights and not self.training.adapters and self.ranks == 1 and is_plain(self.config)
 
     @property
     def element_bytes(self) -> int:
