@@ -388,11 +388,12 @@ def run_exact(name: str, folder: Path, dtype: torch.dtype, arguments: argparse.N
     print(json.dumps(row | {"exact_takes": round(medians["exact"] / medians["fast"], 2)}), flush=True)
 
 
-def engines_of_formats(folder: Path, device: str) -> dict[str, Danlu]:
-    """Models of one folder with weights in bfloat16, in int8 by rows and in int4 by groups, and products in int8."""
+def engines_of_formats(folder: Path, device: str) -> tuple[dict[str, Engine], int]:
+    """Models of one folder with weights in bfloat16, in int8 by rows and in int4 by groups, and products in int8; and
+    their vocabulary."""
     dtype = torch.bfloat16
     forms = {"int8": Format("int8", (1, WHOLE), narrow_range=True), "int4": Format("int4", (1, 32), narrow_range=True)}
-    engines = {"bf16": Danlu(load(folder, dtype=dtype, device=device), dtype)}
+    engines: dict[str, Engine] = {"bf16": Danlu(load(folder, dtype=dtype, device=device), dtype)}
     for kind, form in forms.items():
         model = load(folder, dtype=dtype, device=device)
         for linear in [each for each in model.layers.modules() if isinstance(each, Linear)]:
@@ -400,13 +401,12 @@ def engines_of_formats(folder: Path, device: str) -> dict[str, Danlu]:
         engines[kind] = Danlu(model, dtype)
     model = load(folder, dtype=dtype, device=device)
     engines["int8_products"] = Danlu(model, dtype, EngineOptions(precision="int8"))
-    return engines
+    return engines, model.config.vocab_size
 
 
 def compare_formats(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     """`formats` and `scoring`."""
-    engines = engines_of_formats(folder, arguments.device)
-    vocab_size = engines["bf16"].engine.config.vocab_size
+    engines, vocab_size = engines_of_formats(folder, arguments.device)
     if "formats" in arguments.cases:
         for count in arguments.prompts:
             asked = [(prompt, arguments.new_tokens) for prompt in random_prompts(count, 8, vocab_size)]
