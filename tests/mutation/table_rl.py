@@ -139,7 +139,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "inference/fused_decoder.py",
-        "return self._versions == [parameter._version for parameter in self._parameters]",
+        "return self._versions == [source._version for source in self._sources]",
         "return True",
         "inference/test_fused_decoder.py",
         "test_weights_that_change_are_taken_up",
