@@ -1616,8 +1616,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/few_row_products.py",
-        "zeros = (8 - weight.zeros.to(torch.float32)) * scales",
-        "zeros = (7 - weight.zeros.to(torch.float32)) * scales",
+        "else (8 - weight.zeros.to(torch.float32)) * scales",
+        "else (7 - weight.zeros.to(torch.float32)) * scales",
         "numerics/test_few_row_products.py",
     ),
     Mutation(
@@ -1636,8 +1636,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/packed_weights.py",
-        "if 0 < n <= FEW_ROWS else None",
-        "if 0 < n else None",
+        "if 0 < size <= FEW_ROWS else None",
+        "if 0 < size else None",
         "numerics/test_few_row_products.py",
         only="experts",
     ),
@@ -1651,8 +1651,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "models/packed_weights.py",
         "return self._taken_bytes + self._few_row_bytes + added_bytes <= self.limit_bytes",
-        "return added_bytes <= self.limit_bytes",
+        "return self._taken_bytes + added_bytes <= self.limit_bytes",
         "numerics/test_few_row_products.py",
+    ),
+    Mutation(
+        "numerics/few_row_products.py",
+        "torch.tensor([1.0, -128.0])",
+        "torch.tensor([1.0, -127.0])",
+        "numerics/test_few_row_products.py",
+        only="weighted_sum",
     ),
     Mutation(
         "numerics/eight_bit_weight.py",

@@ -600,8 +600,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/packed_weights.py",
-        "self._taken_bytes + added_bytes > self.limit_bytes",
-        "self._taken_bytes > self.limit_bytes",
+        "return self._taken_bytes + self._few_row_bytes + added_bytes <= self.limit_bytes",
+        "return self._taken_bytes + self._few_row_bytes <= self.limit_bytes",
         "models/test_packed_weights.py",
     ),
     Mutation(
