@@ -255,6 +255,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "curation/test_language.py",
     ),
     Mutation(
+        "curation/selection.py",
+        "np.flatnonzero(_rank(merged) < self.rows)",
+        "np.flatnonzero(_rank(merged) < self.rows - 1)",
+        "curation/test_selection.py",
+    ),
+    Mutation(
+        "curation/selection.py",
+        "(draw, row.place) <= (bound, place)",
+        "draw < bound",
+        "curation/test_selection.py",
+    ),
+    Mutation(
         "curation/repair.py",
         "if self.boilerplate and row.is_document:",
         "if self.boilerplate:",

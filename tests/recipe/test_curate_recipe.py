@@ -29,6 +29,7 @@ steps:
   - {kind: deduplicate, by: [exact, paragraph, minhash]}
   - personal
   - {kind: decontaminate, against: rows.jsonl}
+  - {kind: select, rows: 5}
 output: out
 """
 
@@ -50,7 +51,7 @@ def test_a_step_has_the_settings_and_the_defaults_of_its_class() -> None:
     Path("r.yaml").write_text(ALL, encoding="utf-8")
     recipe = load_curate_recipe(Path("r.yaml"))
     steps = steps_of(recipe.steps)
-    assert len(steps) == 11
+    assert len(steps) == 12
     for step in steps:
         assert dataclasses.is_dataclass(step)
         for field in dataclasses.fields(step):
@@ -85,6 +86,7 @@ def test_values_of_the_recipe_arrive() -> None:
         (("- personal", "- {kind: personal, action: drop, mask: x}"), "steps.4.mask: only read with action: mask"),
         (("against: rows.jsonl", "against: row.jsonl"), "steps.5.against.0.path: no file or folder 'row.jsonl' in"),
         (("rows.jsonl}", "rows.jsonl, words: 5}"), "steps.5.shortest: is more than words: 5"),
+        (("rows: 5", "rows: 5, of: language"), "steps.6.of: only read with by: quota"),
         (("data: rows.jsonl", "data: [{path: rows.jsonl, weight: 2}]"), "data.0.weight: is a share of a mixture"),
         (("output: out", "output: rows.jsonl"), "output: is or holds data.0.path (rows.jsonl), which is read"),
         (("data: rows.jsonl", "data: ."), "output: lies in data.0.path (.), which is read"),

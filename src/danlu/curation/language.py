@@ -45,7 +45,7 @@ class Language:
 
     def measure(self, rows: Sequence[Row]) -> Marks:
         """The likeliest language of each row, "" for none, and its probability."""
-        detected = [_language(row.text) for row in rows]
+        detected = [language_of(row.text) for row in rows]
         return {
             "language": np.array([language for language, _ in detected], "U8"),
             "probability": np.array([probability for _, probability in detected], np.float64),
@@ -63,7 +63,7 @@ class Language:
         return Verdict("keep" if is_likely else "drop", reason, value=probability, threshold=self.at_least)
 
 
-def _language(text: str) -> tuple[str, float]:
+def language_of(text: str) -> tuple[str, float]:
     """The likeliest language of a text, "" for none, and its probability."""
     sample = _sample(text, _SAMPLE_CHARACTERS)
     language, probability = _detect(sample)

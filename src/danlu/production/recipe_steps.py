@@ -17,6 +17,7 @@ from danlu.curation.quality.gopher import GopherRules
 from danlu.curation.quality.repetition import RepetitionRules
 from danlu.curation.repair import Repair
 from danlu.curation.rows import WRITTEN
+from danlu.curation.selection import Selection
 from danlu.curation.steps import Step
 from danlu.data.raw_rows import BadRow
 from danlu.data.row_texts import placed_texts
@@ -31,6 +32,7 @@ from danlu.recipe.sections.curating import (
     PersonalStep,
     QualityStep,
     RepairStep,
+    SelectStep,
 )
 
 _RULES = {"c4": C4Rules, "gopher": GopherRules, "gopher-repetition": RepetitionRules, "fineweb": FineWebRules}
@@ -56,6 +58,8 @@ def _steps(section: CurationStep) -> Iterator[Step]:
         yield from (_deduplicating(section, by) for by in section.by)
     elif isinstance(section, PersonalStep):
         yield Personal(**_settings(section))
+    elif isinstance(section, SelectStep):
+        yield Selection(**_settings(section))
     else:
         assert isinstance(section, DecontaminateStep), "the recipe has no other steps"
         yield Decontaminate(tuple(_benchmarks(section.against)), **_settings(section, but=("against",)))

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from danlu.recipe.other_stages import OtherStage, load_other
 from danlu.recipe.rules.paths import file_of, invalid_path, missing_paths
-from danlu.recipe.sections.curating import CurateRecipe, DecontaminateStep, DeduplicationStep, PersonalStep, QualityStep
+from danlu.recipe.sections.curating import (
+    CurateRecipe,
+    DecontaminateStep,
+    DeduplicationStep,
+    PersonalStep,
+    QualityStep,
+    SelectStep,
+)
 from danlu.recipe.stage_names import VERBS_OF_STAGES
 from danlu.recipe.yaml_tree import Problem
 
@@ -69,6 +76,8 @@ def _conflicts(recipe: CurateRecipe) -> Iterator[Problem]:
                         yield Problem(f"{key}.rules.{index}.{name}", message)
         elif isinstance(step, PersonalStep) and step.action == "drop" and "mask" in step.model_fields_set:
             yield Problem(f"{key}.mask", "only read with action: mask")
+        elif isinstance(step, SelectStep) and step.by != "quota" and "of" in step.model_fields_set:
+            yield Problem(f"{key}.of", "only read with by: quota")
         elif isinstance(step, DecontaminateStep) and step.shortest > step.words:
             yield Problem(f"{key}.shortest", f"is more than words: {step.words}, the longest run that is looked for")
 

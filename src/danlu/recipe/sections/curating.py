@@ -164,8 +164,22 @@ class DecontaminateStep(VariantSection):
     """Fewest words of a benchmark row that is looked for within lines; a shorter one must be a whole line."""
 
 
+class SelectStep(VariantSection):
+    """Keeps a number of rows that are drawn."""
+
+    kind: Literal["select"] = "select"
+    by: Literal["random", "quota"] = "random"
+    """random draws from all rows; quota as many from each group, and what a small group lacks from the others."""
+    rows: PositiveInt
+    """How many rows stay."""
+    of: Annotated[Literal["source", "language"], ReadWith("by", "quota", "only read with by: quota")] = "source"
+    """The groups of a quota."""
+    seed: Count = 0
+    """Another seed draws other rows. More rows by the same seed hold fewer."""
+
+
 CurationStep = Annotated[
-    RepairStep | LanguageStep | QualityStep | DeduplicationStep | PersonalStep | DecontaminateStep,
+    RepairStep | LanguageStep | QualityStep | DeduplicationStep | PersonalStep | DecontaminateStep | SelectStep,
     Field(discriminator="kind"),
 ]
 
