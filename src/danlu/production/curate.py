@@ -25,6 +25,7 @@ from danlu.curation.steps import GatheringStep, Step, Summary, join_parts, parts
 from danlu.data.sources import source_names
 from danlu.data.worker_pool import WorkerPool
 from danlu.production.data_set import WORK, DataSetWriter, check_output, read_card
+from danlu.production.marks import MARKS, bounds_of
 from danlu.production.shard_state import READING, dropped_by_step
 from danlu.production.shard_work import Advance, CurateJob, Gather, Report, Task, Write, part_file, read_output
 from danlu.production.shards import SHARD_BYTES, SHARD_ROWS, Shard, split_into_shards
@@ -161,7 +162,9 @@ class _Run:
         ):
             self._shards.append(shard)
             yield shard
-        self._log(f"{sum(shard.rows for shard in self._shards):,} rows in {len(self._shards)} shards")
+        count = len(self._shards)
+        rows = sum(shard.rows for shard in self._shards)
+        self._log(f"{rows:,} rows in {count} shard{'s' if count > 1 else ''}")
 
     def _gather(self, number: int, reports: dict[Shard, Report]) -> str:
         """All rounds of a step over the shards; returns the file of the last conclusion, empty where no row is left."""
@@ -241,6 +244,7 @@ class _Run:
             "outcomes": dict(outcomes),
             "decisions": rows,
             "sources": self._sources(of_sources),
+            "bounds": {step.name: bounds for step in self._steps if (bounds := bounds_of(step))},
         }
         writer.finish(card)
         self._tidy()
@@ -303,7 +307,7 @@ class _Run:
         if not self._settings.keep_marks:
             shutil.rmtree(self._work.folder)
             return
-        self._work.remove_others(keep=lambda name: name.startswith("marks-"))
+        self._work.remove_others(keep=lambda name: name.startswith(MARKS))
 
     def _state_file(self, shard: Shard, past: str) -> str:
         return shard.file("state", key_of(shard.key, past, self._settings.skip_bad))

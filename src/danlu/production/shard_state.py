@@ -164,14 +164,17 @@ def _decision_of(values: Sequence[Any]) -> Decision:
     return Decision(step, outcome, reason, value, threshold, kept and tuple(kept))
 
 
+def shown_reason(decision: Decision) -> str:
+    """The reason by which rows are counted: of those that cannot be read each has a message with its own place."""
+    return CANNOT_BE_READ if decision.step == READING else decision.reason
+
+
 def count_decisions(lines: Sequence[LedgerLine]) -> Mapping[tuple[str, str, str], int]:
     """How often each step changed or dropped a row for each reason: (step, outcome, reason) -> rows."""
     counts = dict[tuple[str, str, str], int]()
     for line in lines:
         for decision in line.decisions:
             if decision.outcome != "keep":
-                # Of rows that cannot be read the reason names the place, each its own.
-                reason = CANNOT_BE_READ if decision.step == READING else decision.reason
-                key = (decision.step, decision.outcome, reason)
+                key = (decision.step, decision.outcome, shown_reason(decision))
                 counts[key] = counts.get(key, 0) + 1
     return counts

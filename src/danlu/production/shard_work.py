@@ -17,6 +17,7 @@ from danlu.curation.rows import Row, content_digest, place_of
 from danlu.curation.steps import GatheringStep, Marks, Step, Summary, parts_of_round
 from danlu.curation.tables import column, merge_tables, take
 from danlu.production.ledger import ledger_part
+from danlu.production.marks import MARKS
 from danlu.production.shard_state import ShardState, count_decisions, remaining_rows
 from danlu.production.shards import RowColumns, Shard, ShardRows, json_line, read_shard
 from danlu.production.step_keys import marks_key
@@ -195,7 +196,7 @@ class _Worker:
 
         They are kept by the texts of a row: rows that other thresholds of earlier steps leave are measured, no others.
         """
-        rows, file = state.rows, state.shard.file(f"marks-{step.name}", marks_key(state.shard.key, step))
+        rows, file = state.rows, state.shard.file(f"{MARKS}{step.name}", marks_key(state.shard.key, step))
         contents = np.frombuffer(b"".join(content_digest(row.parts) for row in rows), "<u8").reshape(len(rows), 2)
         table = self._work.read_table(file)
         at = _rows_with(table, contents)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from danlu.recipe.other_stages import OtherStage, load_other
+from danlu.core.errors import RecipeError
+from danlu.recipe.from_arguments import node_of
+from danlu.recipe.other_stages import OtherStage, check, complete, load_other
 from danlu.recipe.rules.paths import file_of, invalid_path, missing_paths
 from danlu.recipe.sections.curating import (
     CurateRecipe,
@@ -16,7 +19,7 @@ from danlu.recipe.sections.curating import (
     SelectStep,
 )
 from danlu.recipe.stage_names import VERBS_OF_STAGES
-from danlu.recipe.yaml_tree import Problem
+from danlu.recipe.yaml_tree import Origin, Problem
 
 
 def load_curate_recipe(path: Path, overrides: Sequence[str] = ()) -> CurateRecipe:
@@ -26,6 +29,20 @@ def load_curate_recipe(path: Path, overrides: Sequence[str] = ()) -> CurateRecip
     """
     kind = OtherStage("curate", VERBS_OF_STAGES["curate"], CurateRecipe)
     return load_other(path, overrides, kind, _problems)[0]
+
+
+def curate_recipe_of(values: Mapping[str, Any], verb: str) -> CurateRecipe:
+    """A recipe that a verb makes of its arguments, checked as one from a file.
+
+    Raises RecipeError with one line for each problem; it begins with the verb.
+    """
+    problems: list[Problem] = []
+    tree = node_of({"stage": "curate", **values}, Origin(verb))
+    complete(tree, [], problems, CurateRecipe)
+    recipe = check(tree, problems, CurateRecipe, _problems)
+    if recipe is None or problems:
+        raise RecipeError([problem.line(verb) for problem in problems])
+    return recipe
 
 
 def _problems(recipe: CurateRecipe) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ def recipe_from_arguments(
     Raises RecipeError with one line for each problem. Rules between keys, and files that are missing, are left to the
     verb, which knows its needs.
     """
-    tree = expand(_node(values, Origin(verb)), Recipe)
+    tree = expand(node_of(values, Origin(verb)), Recipe)
     problems = [
         Problem("", _refused(key, verb, open_keys), Origin(f"override {text!r}", (1, index, 0)))
         for index, text in enumerate(overrides)
@@ -42,12 +42,12 @@ def recipe_from_arguments(
     return recipe
 
 
-def _node(value: Any, origin: Origin) -> Node:
+def node_of(value: Any, origin: Origin) -> Node:
     """Plain values as a tree, all of one origin."""
     if isinstance(value, Mapping):
-        return Node({key: _node(entry, origin) for key, entry in value.items()}, origin)
+        return Node({key: node_of(entry, origin) for key, entry in value.items()}, origin)
     if isinstance(value, list):
-        return Node([_node(entry, origin) for entry in value], origin)
+        return Node([node_of(entry, origin) for entry in value], origin)
     return Node(value, origin)
 
 
