@@ -41,6 +41,7 @@ def test_keys_of_quantize_alone() -> None:
     assert "danlu quantize" not in explain("seed").about  # every recipe has it
     with pytest.raises(RecipeError, match="Did you mean 'calibration.tokens'"):
         explain("calibration.token")
+    assert explain("budget.cost").about.endswith("(Of `danlu synthesize`, stage: synthesize.)")
 
 
 def test_a_section() -> None:

@@ -200,6 +200,16 @@ def test_recipes_of_curate() -> None:
         assert not admits(SCHEMA, {**recipe, **change}), change
 
 
+def test_recipes_of_synthesize() -> None:
+    short = {"stage": "synthesize", "model": "runs/sft", "data": "seeds.jsonl", "steps": "answer", "output": "o"}
+    server = {"url": "http://localhost:8000/v1", "name": "large", "key": "env:API_KEY", "price": [0.1, 0.4]}
+    steps = [{"kind": "self-instruct", "rows": 9, "shots": {"seed": 2, "made": 0}}, {"kind": "answer", "model": "a"}]
+    full = {**short, "model": server, "steps": steps, "budget": {"tokens": 5e6}}
+    assert admits(SCHEMA, short) and admits(SCHEMA, full)
+    for change in ({"batch": {"rows": 3}}, {"steps": [{"kind": "answr"}]}, {"budget": 3.5}, {"stage": "quantize"}):
+        assert not admits(SCHEMA, {**full, **change}), change
+
+
 def test_descriptions() -> None:
     schema = SCHEMA["else"]
     while "else" in schema:  # of stages that do not train

@@ -295,12 +295,11 @@ def test_seeds_become_a_data_set_that_trains(
     file = write(tmp_path, server, data={"seeds": str(seeds)}, steps=chosen)
     assert danlu("synthesize", file) == 0
     assert len(list(read_ledger(tmp_path / "made" / "ledger.jsonl.zst"))) > 175
-    stage = "dpo" if "pairs" in steps else "sft"
-    model = str(tiny_world.base) if stage == "dpo" else {"tokenizer": str(tiny_world.tokenizer), "config": CONFIG}
-    recipe = tiny_world.values(tmp_path / "run", stage=stage, steps=3)
-    recipe |= {"model": model, "data": {**recipe["data"], "train": str(tmp_path / "made")}}
-    if stage == "dpo":
-        recipe = {key: value for key, value in recipe.items() if key != "schedule"}
+    stage, batch = ("dpo", {"rows": 4}) if "pairs" in steps else ("sft", {"sequences": 4})
+    config = {**CONFIG, "max_position_embeddings": 512}
+    recipe = tiny_world.values(tmp_path / "run", stage=stage, steps=3, schedule=None, batch=None)
+    recipe |= {"model": {"tokenizer": str(tiny_world.tokenizer), "config": config}, "batch": batch}
+    recipe |= {"data": {**recipe["data"], "train": str(tmp_path / "made"), "max_length": 512}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
     assert danlu("train", tmp_path / "train.yaml") == 0
     assert (tmp_path / "run" / "model").is_dir()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from danlu.core.errors import DataError
+from danlu.data.prompt_encoding import encode_utf8
 from danlu.inference import request as engine_requests
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.request import SamplingOptions
@@ -15,6 +16,15 @@ from danlu.production.synthesis.endpoint import without_thought
 from danlu.production.synthesis.requests import Answered, Completion, Request, number_of
 
 _PLACEHOLDER = "danlu-user-text"
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A request with its prompt as text and as tokens."""
+
+    request: Request
+    text: str
+    tokens: tuple[int, ...]
 
 
 @dataclass
@@ -63,36 +73,39 @@ class LocalModel:
     def generate(self, requests: Iterable[Request]) -> Iterator[Answered]:
         """Every answer as soon as it is complete. Raises ResourceError for one that the cache cannot hold."""
         engine, stop_ids = self._engine
-        waiting, under_way, number = iter(requests), dict[int, Request](), 0
+        waiting, under_way, number = iter(requests), dict[int, _UnderWay](), 0
         while True:
             while engine.unfinished < self.in_flight and (request := next(waiting, None)) is not None:
                 number += 1
+                under_way[number] = self._read(request)
                 try:
-                    engine.submit(self._engine_request(request, number, stop_ids))
+                    engine.submit(self._engine_request(under_way[number], number, stop_ids))
                 except DataError as error:  # a prompt that the model cannot continue
+                    del under_way[number]
                     yield Answered(request, Completion("", "refused", detail=str(error)))
-                    continue
-                under_way[number] = request
             if not engine.unfinished:
                 return
             for answer in engine.step():
-                request = under_way.pop(answer.number)
-                yield Answered(request, self._completion(request, answer))
+                asked = under_way.pop(answer.number)
+                yield Answered(asked.request, self._completion(asked, answer))
 
     def close(self) -> None:
         """Forgets the engine."""
         self.__dict__.pop("_engine", None)
 
-    def _prompt(self, request: Request) -> Sequence[int]:
-        if request.prompt is not None:
-            return self.chat_tokenizer.tokenizer.encode(request.prompt)  # its header has the beginning-of-text token
-        return self.chat_tokenizer.encode_chat([message._asdict() for message in request.messages])
+    def _read(self, request: Request) -> _UnderWay:
+        tokenizer = self.chat_tokenizer.tokenizer
+        if request.prompt is not None:  # its header has the beginning-of-text token
+            return _UnderWay(request, request.prompt, tuple(tokenizer.encode(request.prompt)))
+        text = self.chat_tokenizer.render_chat([message._asdict() for message in request.messages])
+        return _UnderWay(request, text, tuple(encode_utf8(tokenizer, text)))
 
-    def _engine_request(self, request: Request, number: int, stop_ids: frozenset[int]) -> engine_requests.Request:
+    def _engine_request(self, asked: _UnderWay, number: int, stop_ids: frozenset[int]) -> engine_requests.Request:
+        request = asked.request
         silent, stops = self.chat_tokenizer.split_stops(request.stop)
         return engine_requests.Request(
             number,
-            tuple(self._prompt(request)),
+            asked.tokens,
             SamplingOptions(temperature=request.temperature, top_p=request.top_p, seed=request.key.seed),
             request.max_new_tokens,
             stop_ids=stop_ids | silent,
@@ -101,18 +114,15 @@ class LocalModel:
             draw_number=number_of(request.key) >> 1,
         )
 
-    def _completion(self, request: Request, answer: engine_requests.Completion) -> Completion:
+    def _completion(self, asked: _UnderWay, answer: engine_requests.Completion) -> Completion:
         decode = self.chat_tokenizer.tokenizer.decode
         top = None
-        if request.top_logprobs:
+        if asked.request.top_logprobs:
             top = tuple(tuple((decode([token]), value) for token, value in each) for each in answer.top or ())
-        rendered = request.prompt
-        if rendered is None:
-            rendered = self.chat_tokenizer.render_chat([message._asdict() for message in request.messages])
         return Completion(
-            without_thought(answer.text, opened_by=rendered),
+            without_thought(answer.text, opened_by=asked.text),
             "length" if answer.is_truncated else "stop",
-            len(self._prompt(request)),
+            len(asked.tokens),
             len(answer.tokens),
             top=top,
         )
