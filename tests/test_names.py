@@ -70,8 +70,6 @@ ALLOWED = {
     ("curation/quality/c4.py", "words"): _OF_TEXTS,
     ("curation/quality/repetition.py", "words"): _OF_TEXTS,
     ("curation/word_hashes.py", "words"): _OF_TEXTS,
-    ("production/synthesis/steps.py", "words"): _OF_TEXTS,
-    ("recipe/sections/synthesis.py", "words"): _OF_TEXTS,
     ("production/synthesis/steps.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
     ("recipe/sections/synthesis.py", "made"): "a key of users' recipes: the tasks that were made, next to seeds",
     ("recipe/curate_recipe.py", "words"): _OF_TEXTS,

@@ -56,8 +56,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "production/synthesis/novelty.py",
-        "        counts[word] += 1",
-        "        counts[word] += 0",
+        "        totals = np.frombuffer(self._lengths, np.int32) + len(split)",
+        "        totals = np.frombuffer(self._lengths, np.int32) + 2 * len(split)",
         "production/synthesis/test_novelty.py",
         only="all_comparisons",
     ),

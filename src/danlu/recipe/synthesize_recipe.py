@@ -10,6 +10,7 @@ from danlu.recipe.loading import LoadedSection
 from danlu.recipe.other_stages import OtherStage, load_other
 from danlu.recipe.rules.paths import file_of, invalid_path, missing_paths
 from danlu.recipe.sections import FunctionReward
+from danlu.recipe.sections.curating import DecontaminateStep
 from danlu.recipe.sections.synthesis import (
     AnsweringModel,
     AnswerStep,
@@ -111,7 +112,7 @@ def _order_problems(recipe: SynthesizeRecipe) -> Iterator[Problem]:
         elif isinstance(step, PairsStep | BestStep) and not has_scores:
             yield Problem(key, f"{step.kind} compares scores, and no step before gives any: add judge", None)
         elif is_paired and isinstance(step, ASKING):
-            yield Problem(key, f"{step.kind} cannot follow pairs, which are the end: only deduplicate can", None)
+            yield Problem(key, f"{step.kind} cannot follow pairs: only deduplicate and decontaminate can", None)
         elif isinstance(step, EvolveStep) and has_answers:
             yield Problem(key, "evolve rewrites prompts, and these have answers: put it before them", None)
         if isinstance(step, AnswerStep | DistillStep):
@@ -164,6 +165,8 @@ def _path_problems(recipe: SynthesizeRecipe) -> Iterator[Problem]:
     for number, step in enumerate(recipe.steps):
         if isinstance(step, JudgeStep):
             files = {**files, f"steps.{number}.rubric": step.rubric}
+        if isinstance(step, DecontaminateStep):
+            paths |= {f"steps.{number}.against.{i}.path": file_of(source) for i, source in enumerate(step.against)}
         if isinstance(step, RejectionStep):
             functions = {
                 f"steps.{number}.rewards.{index}.path": reward.file

@@ -182,10 +182,12 @@ def test_what_is_refused_before_anything_is_asked(server: ScriptedEndpoint, tmp_
         return str(raised.value)
 
     judge = {"kind": "judge", "rubric": "nowhere.md"}
+    benchmark = {"kind": "decontaminate", "against": "test.jsonl"}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("recipe.yaml:1:7 data.seeds: is missing: answer begins with tasks", {"data": {}, "steps": ["answer"]}),
         ("steps.0.kind: unknown kind 'answr'. Did you mean 'answer'?", {"steps": ["answr"]}),
         ("steps.1.rubric: no file or folder 'nowhere.md'", {"steps": ["answer", judge]}),
+        ("steps.1.against.0.path: no file or folder 'test.jsonl'", {"steps": ["answer", benchmark]}),
         ("steps.0: judge looks at answers, and no step before makes any", {"steps": [STEPS[2]]}),
         ("steps.1: pairs compares scores, and no step before gives any: add judge", {"steps": ["answer", "pairs"]}),
         ("steps.0.samples: at temperature 0 all answers to a prompt are equal", {

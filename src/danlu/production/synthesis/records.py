@@ -79,7 +79,7 @@ class Records:
             decision.reason
             for record in self._records.values()
             for decision in record.decisions
-            if decision.step == step and decision.outcome == "drop"
+            if decision.step.partition(".")[0] == step and decision.outcome == "drop"
         )
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 

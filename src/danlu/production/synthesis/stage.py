@@ -11,9 +11,11 @@ from typing import Any
 
 from danlu.core.errors import DataError
 from danlu.core.run_files import RunLock
+from danlu.curation.steps import Step
 from danlu.data.sources import file_digests
 from danlu.production.data_set import WORK, DataSetWriter, check_output
 from danlu.production.ledger import ledger_part
+from danlu.production.recipe_steps import steps_of
 from danlu.production.synthesis.answerer import Answerer
 from danlu.production.synthesis.asking import Asking, Budget
 from danlu.production.synthesis.candidates import Candidate
@@ -23,6 +25,7 @@ from danlu.production.synthesis.records import Records, row_line
 from danlu.production.synthesis.rejection import rewards_of
 from danlu.production.synthesis.seeds import read_documents, read_tasks, read_text, read_types
 from danlu.production.synthesis.steps import Rewards, StepRunner
+from danlu.recipe.sections.curating import DecontaminateStep, DeduplicationStep
 from danlu.recipe.sections.synthesis import (
     AnsweringModel,
     DistillStep,
@@ -88,17 +91,19 @@ def prepare(recipe: SynthesizeRecipe) -> Prepared:
     seeds = read_tasks(recipe.data.seeds)
     documents = read_documents(recipe.data.documents, first=len(recipe.data.seeds))
     types = [] if recipe.data.types is None else read_types(recipe.data.types)
-    rubrics, rewards = dict[int, str](), dict[int, Rewards]()
+    rubrics, rewards, curation = dict[int, str](), dict[int, Rewards](), dict[int, Sequence[Step]]()
     for number, step in enumerate(recipe.steps):
         if isinstance(step, JudgeStep):
             rubrics[number] = read_text(step.rubric, f"steps.{number}.rubric")
         if isinstance(step, RejectionStep):
             judged_seeds = [] if isinstance(recipe.steps[0], FIRST) else seeds
             rewards[number] = rewards_of(step, judged_seeds, f"steps.{number}")
+        if isinstance(step, DeduplicationStep | DecontaminateStep):
+            curation[number] = steps_of([step])  # benchmarks are read here
     sources = len(recipe.data.seeds) + len(recipe.data.documents)
 
     def runner(asking: Asking, records: Records) -> StepRunner:
-        return StepRunner(recipe.seed, asking, records, sources, types, rubrics, rewards)
+        return StepRunner(recipe.seed, asking, records, sources, types, rubrics, rewards, curation)
 
     digests = {
         name: digest

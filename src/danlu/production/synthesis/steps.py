@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from danlu.curation.duplicates import ExactDuplicates
-from danlu.curation.near_duplicates import NearDuplicates
 from danlu.curation.rows import Provenance, row_of
 from danlu.curation.run_steps import run_steps
 from danlu.curation.steps import Step
@@ -27,10 +25,10 @@ from danlu.production.synthesis.novelty import Novelty
 from danlu.production.synthesis.records import Records
 from danlu.production.synthesis.requests import Answered, Draw, Key, Request
 from danlu.production.synthesis.seeds import slot
+from danlu.recipe.sections.curating import DecontaminateStep, DeduplicationStep
 from danlu.recipe.sections.synthesis import (
     AnswerStep,
     BestStep,
-    DeduplicateStep,
     DistillStep,
     EvolveStep,
     FromDocumentsStep,
@@ -60,6 +58,7 @@ class StepRunner:
         types: for self-instruct.
         rubrics: the text for each step that judges, by the step's number.
         rewards: those of each step that rejects, likewise.
+        curation: the steps of curation of each step that is one, likewise.
         notes: remarks for the console.
         accounts: of each step that judges, by its number.
     """
@@ -71,6 +70,7 @@ class StepRunner:
     types: Sequence[TaskType] = ()
     rubrics: Mapping[int, str] = field(default_factory=dict)
     rewards: Mapping[int, Rewards] = field(default_factory=dict)
+    curation: Mapping[int, Sequence[Step]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     accounts: dict[int, JudgeAccount] = field(default_factory=dict)
     _count: int = 0  # rows of the present step
@@ -88,8 +88,8 @@ class StepRunner:
             case RejectionStep():
                 rewards = self.rewards[number]
                 return self._judged(step.kind, choosing.accepted(rows, rewards, step.at_least, step.most))
-            case DeduplicateStep():
-                return self._without_duplicates(step, rows)
+            case DeduplicationStep() | DecontaminateStep():
+                return self._curated(number, rows)
         assert answerer is not None, f"{step.kind} asks a model"
         request = Request(
             Key(self.seed, number, "", 0),
@@ -232,14 +232,12 @@ class StepRunner:
                 scored.append(replace(each, columns=columns))
         return scored
 
-    def _without_duplicates(self, step: DeduplicateStep, rows: Sequence[Candidate]) -> list[Candidate]:
-        kinds: dict[str, Step] = {
-            "exact": ExactDuplicates(),
-            "minhash": NearDuplicates(words=step.words, at_least=step.at_least),
-        }
-        curated = run_steps([[each.row for each in rows]], [kinds[name] for name in step.by])
+    def _curated(self, number: int, rows: Sequence[Candidate]) -> list[Candidate]:
+        """The rows that steps of curation leave, which change none of them."""
+        curated = run_steps([[each.row for each in rows]], self.curation[number])
         by_place = {each.row.place: each for each in rows}
         for account in curated.accounts:
+            assert account.outcome != "changed", "these steps drop rows alone"
             for name, verdict in account.decisions:
                 self.records.judge(by_place[account.place], name, verdict)
         return [by_place[row.place] for row in curated.rows]

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section, Share, VariantSection, default_section
+from danlu.recipe.sections.base import PositiveInt, Section, VariantSection, default_section
+from danlu.recipe.sections.curating import DecontaminateStep, DeduplicationStep
 from danlu.recipe.sections.data import Source
 from danlu.recipe.sections.rewards import (
     CodeReward,
@@ -225,18 +226,6 @@ class DistillStep(_Asking):
     """Divides the logits; 0 takes the likeliest token, and is for one sample."""
 
 
-class DeduplicateStep(VariantSection):
-    """Drops rows that repeat earlier ones."""
-
-    kind: Literal["deduplicate"] = "deduplicate"
-    by: list[Literal["exact", "minhash"]] = ["minhash"]
-    """exact: the same texts. minhash: a Jaccard index of word n-grams of `at_least` or more."""
-    words: PositiveInt = 5
-    """minhash: words of an n-gram."""
-    at_least: Share = 0.75
-    """minhash: the Jaccard index from which rows are duplicates."""
-
-
 SynthesisStep = Annotated[
     SelfInstructStep
     | EvolveStep
@@ -248,7 +237,8 @@ SynthesisStep = Annotated[
     | BestStep
     | RejectionStep
     | DistillStep
-    | DeduplicateStep,
+    | DeduplicationStep
+    | DecontaminateStep,
     Field(discriminator="kind"),
 ]
 
