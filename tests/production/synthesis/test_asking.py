@@ -114,6 +114,21 @@ def test_a_server_that_dies_leaves_its_answers_and_the_rest_is_asked_later(
         Journal(tmp_path / "journal")
 
 
+def test_an_interruption_keeps_what_is_under_way(server: ScriptedEndpoint, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    texts = [f"question {number}" for number in range(12)]
+    server.latency_s = 0.02
+    asking = Asking(Journal(tmp_path / "journal"), Budget(), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        asking.answers(endpoint(server), requests(*texts), "answer")
+    assert 4 < server.answered.total() == asking.journal.spent.answers < 12
+    ask(server, tmp_path / "journal", *texts)
+    assert sorted(server.answered.values()) == [1] * 12
+
+
 def test_a_server_that_refuses_all_ends_the_run_and_one_request_does_not(
     server: ScriptedEndpoint, tmp_path: Path
 ) -> None:

@@ -29,4 +29,6 @@ class Answerer(Protocol):
     # Every answer as soon as it is there, in any order; takes from `requests` only what it can begin with. Raises
     # ResourceError where the model is gone, after all answers that have arrived.
 
+    def drain(self) -> Iterator[Answered]: ...  # after an interruption of `generate` what arrives of the requests begun
+
     def close(self) -> None: ...

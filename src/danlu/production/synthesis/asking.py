@@ -65,10 +65,15 @@ class Asking:
         for request in requests:
             if (completion := self.journal.get(request, answerer.name)) is not None:
                 answers[str(request.key)] = completion
-        for answered in answerer.generate(self._remaining(requests, answers)):
-            self.journal.append(answered.request, answerer.name, answered.completion)
-            answers[str(answered.request.key)] = answered.completion
-            self.progress(len(answers), len(requests))
+        try:
+            for answered in answerer.generate(self._remaining(requests, answers)):
+                self.journal.append(answered.request, answerer.name, answered.completion)
+                answers[str(answered.request.key)] = answered.completion
+                self.progress(len(answers), len(requests))
+        except KeyboardInterrupt:  # the process would wait for these answers anyway, and they are paid for
+            for answered in answerer.drain():
+                self.journal.append(answered.request, answerer.name, answered.completion)
+            raise
         if len(answers) < len(requests):
             raise BudgetSpent(self._spent(step, len(answers), len(requests)))
         self._used += answers.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,7 @@ class Endpoint:
     user_end: tuple[str, ...] = ()
     has_answered: bool = False
     _stopping: threading.Event = field(default_factory=threading.Event, repr=False)
+    _under_way: dict[Future[Completion], Request] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         _ = self.client
@@ -93,7 +94,7 @@ class Endpoint:
         waiting, refused = iter(requests), list[Answered]()
         failure: ResourceError | None = None
         pool = ThreadPoolExecutor(self.in_flight, thread_name_prefix="synthesis-request")
-        under_way = dict[Future[Completion], Request]()
+        under_way = self._under_way = {}
         try:
             while True:
                 while failure is None and len(under_way) < self.in_flight:
@@ -128,6 +129,18 @@ class Endpoint:
         finally:
             self._stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def drain(self) -> Iterator[Answered]:
+        """The answers to the requests that were under way when `generate` was interrupted; nothing is tried again."""
+        self._stopping.set()
+        under_way, self._under_way = self._under_way, {}
+        for future, request in under_way.items():
+            try:
+                completion = future.result()
+            except (ResourceError, CancelledError):
+                continue
+            if completion.finish != "refused":
+                yield Answered(request, completion)
 
     def close(self) -> None:
         """Ends the waiting for attempts."""
