@@ -2,7 +2,7 @@
 
     python benchmarks/data.py TEXTS [--peer PYTHON] [--only NAME ...]   speed of steps, and documents decided otherwise
     python benchmarks/data.py TEXTS --recall                            near duplicates against the index of all pairs
-    python benchmarks/data.py TEXTS --rows 200000 [--peer PYTHON]       peak memory of MinHash over as many documents
+    python benchmarks/data.py TEXTS --rows 200000 [--peer PYTHON]       peak memory of MinHash over so many documents
 
 TEXTS is a folder with *.jsonl ({"text": ...}) and *.txt, also in folders; a txt file is cut at line ends into documents
 of some 2,500 characters. PYTHON is of an environment with datatrove, datasketch, nltk and spacy. Seconds are those of
@@ -44,6 +44,8 @@ from danlu.curation.run_steps import run_steps
 from danlu.curation.steps import Step
 from danlu.curation.word_hashes import shingles
 from danlu.curation.words import is_unspaced
+from danlu.production.curate import CurateSettings, curate
+from danlu.recipe.sections import Source
 
 CHARACTERS = 2500  # of a document that is cut from a txt file; those of c4_demo have as many
 BATCH = 256
@@ -184,26 +186,31 @@ def measure_recall(texts: Sequence[str]) -> None:
 
 
 def measure_memory(texts: Sequence[str], count: int, python: str | None) -> None:
-    """Peak memory of MinHash over many documents, each with some words of its own, in this process and the peer's."""
+    """Peak memory of `danlu data clean` with MinHash alone over many documents, each with some words of its own, and of
+    the peer, which has all texts in memory: what both take over what they begin with."""
     draw = random.Random(0)
-    many = [
-        f"{text} {draw.random()} {draw.random()}" for text in (texts[number % len(texts)] for number in range(count))
-    ]
-    before = begin_peak()
-    begin = time.process_time()
-    result = run_steps(batches_of(many), [NearDuplicates()])
-    taken = time.process_time() - begin
-    added = (resident_bytes("VmHWM") - before) / 2**20
-    print(
-        f"danlu: {count / taken:,.0f} documents/s, {added:,.0f} MiB over the texts, {len(result.rows)} stay", flush=True
-    )
-    if python:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "texts.json")
-            file.write_text(json.dumps(many), encoding="utf-8")
-            report = peer(python, "datasketch", file)
-        speed = count / report["seconds"]
-        print(f"datasketch: {speed:,.0f} documents/s, {report['added_bytes'] / 2**20:,.0f} MiB over the texts")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        many = [
+            f"{text} {draw.random()} {draw.random()}"
+            for text in (texts[number % len(texts)] for number in range(count))
+        ]
+        with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in many)
+        if python:
+            (folder / "texts.json").write_text(json.dumps(many), encoding="utf-8")
+        del many
+        sources = [Source(path=str(folder / "rows.jsonl"))]
+        before = begin_peak()
+        begin = time.process_time()
+        result = curate(CurateSettings(sources, [NearDuplicates()], folder / "out", recipe={}))
+        speed = count / (time.process_time() - begin)
+        added = (resident_bytes("VmHWM") - before) / 2**20
+        print(f"danlu: {speed:,.0f} documents/s, {added:,.0f} MiB, {result.remaining:,} stay", flush=True)
+        if python:
+            report = peer(python, "datasketch", folder / "texts.json")
+            speed = count / report["seconds"]
+            print(f"datasketch: {speed:,.0f} documents/s, {report['added_bytes'] / 2**20:,.0f} MiB over the texts")
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ import pytest
 
 from mutation import (
     table,
+    table_curate,
     table_data,
     table_models,
     table_rewards,
@@ -45,6 +46,7 @@ from mutation.table import Mutation
 
 TABLES = (
     table,
+    table_curate,
     table_data,
     table_models,
     table_rewards,

@@ -15,7 +15,8 @@ from danlu.curation.steps import KEEP, Marks, Needs, Summary, Verdict
 from danlu.curation.tables import column, is_first, merge_tables, ragged_column, rows_at, take
 from danlu.curation.word_hashes import shingles
 
-_PART_ROWS = 4096  # of whole clusters that are compared together: some 20 MB of shingles
+_PART_ROWS = 2048  # of whole clusters that are compared together: some 10 MB of shingles
+_KEY_SHARES = 4  # of the keys of bands, each gathered by itself
 _LINKS = 1 << 16  # that are Python's numbers at a time
 _STANDARD_ERRORS = 4.0  # by which an estimate may miss: 3 of 100,000 pairs at the threshold are not compared
 
@@ -54,10 +55,13 @@ class NearDuplicates:
 
     def gather(self, rows: Sequence[Row], marks: Marks, earlier: Sequence[Summary]) -> Summary:
         places = np.array([row.place for row in rows], np.int64)
-        if not earlier:  # a row without shingles is like no other
-            filled = np.flatnonzero(column(marks, "shingles"))
-            keys = band_keys(column(marks, "signature")[filled], *self.bands)
-            return {"key": keys.reshape(-1), "place": np.repeat(places[filled], self.bands[0])}
+        if not earlier or "share" in earlier[0]:
+            filled = np.flatnonzero(column(marks, "shingles"))  # a row without shingles is like no other
+            keys = band_keys(column(marks, "signature")[filled], *self.bands).reshape(-1)
+            buckets = {"key": keys, "place": np.repeat(places[filled], self.bands[0])}
+            if not earlier:
+                return buckets
+            return take(buckets, np.flatnonzero(keys % np.uint64(_KEY_SHARES) == column(earlier[0], "share")))
         at = rows_at(column(earlier[0], "place"), places)
         clustered = np.flatnonzero(at >= 0)
         sets = shingles([rows[number].text for number in clustered.tolist()], self.words)
@@ -73,9 +77,10 @@ class NearDuplicates:
         return merge_tables(summaries, ["key", "place"] if of_buckets else ["cluster", "place"])
 
     def split(self, round: int, earlier: Sequence[Summary]) -> list[Sequence[Summary]]:
-        """The second round by clusters: a part has whole ones, of some `_PART_ROWS` rows or of one larger cluster."""
+        """The first round by keys; the second by clusters: a part has whole ones, of some `_PART_ROWS` rows or of one
+        larger cluster."""
         if not earlier:
-            return [earlier]
+            return [[{"share": np.array([share], np.uint64)}] for share in range(_KEY_SHARES)]
         (members,) = earlier
         of_rows = column(members, "cluster")
         names, sizes = np.unique(of_rows, return_counts=True)
@@ -84,6 +89,9 @@ class NearDuplicates:
         return [[take(members, np.flatnonzero(of_rows == part))] for part in np.unique(parts)] or [earlier]
 
     def join(self, round: int, conclusions: Sequence[Summary]) -> Summary:
+        if round == 0:
+            parts = ([column(part, "cluster"), column(part, "place")] for part in conclusions)
+            return connected(np.concatenate([np.stack(part, axis=1) for part in parts]))
         return merge_tables(conclusions, ["place"])
 
     def conclude(self, round: int, summary: Summary) -> Summary:
@@ -129,16 +137,21 @@ class NearDuplicates:
 
 
 def clusters(buckets: Summary) -> Summary:
-    """Rows that are joined by common keys: the place of each row of a cluster of two or more, and that of its first.
-
-    buckets: key and place, sorted. Clusters are the connected parts of the graph, by union-find (Tarjan 1975).
-    """
+    """The rows that are joined by common keys, as `connected` has them. buckets: key and place, sorted."""
     keys, places = column(buckets, "key"), column(buckets, "place")
     starts = np.flatnonzero(is_first(buckets, ["key"]))
     owners = np.repeat(starts, np.diff(np.append(starts, len(keys))))
     is_link = owners != np.arange(len(keys))
     # Each row is linked to the first one of its bucket.
-    links = np.unique(np.stack([places[owners[is_link]], places[is_link]], axis=1), axis=0)
+    return connected(np.stack([places[owners[is_link]], places[is_link]], axis=1))
+
+
+def connected(links: np.ndarray) -> Summary:
+    """The place of each row of a cluster of two or more, and that of the cluster's first row.
+
+    Clusters are the connected parts of the graph of links [N, 2], pairs of places, by union-find (Tarjan 1975).
+    """
+    links = np.unique(links, axis=0)
     parents = dict[int, int]()
 
     def root(place: int) -> int:

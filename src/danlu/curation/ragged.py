@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_LONG = 64  # values a row from which rows are copied one by one
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -45,6 +47,10 @@ class Ragged:
         """Rows by their numbers, in that order."""
         lengths = self.lengths[order]
         stops = np.cumsum(lengths, dtype=np.int64)
+        if len(stops) and stops[-1] >= _LONG * len(stops):  # without two numbers for each value
+            starts, ends = (self.stops - self.lengths)[order].tolist(), self.stops[order].tolist()
+            rows = [self.values[start:end] for start, end in zip(starts, ends, strict=True)]
+            return Ragged(np.concatenate(rows), stops)
         offsets = self.stops[order] - stops  # of a row's values, from their new place to their old one
         return Ragged(self.values[np.repeat(offsets, lengths) + np.arange(len(offsets) and stops[-1])], stops)
 
