@@ -18,7 +18,7 @@ only those of the answers are counted, and every engine gets the length of each 
     ragged    128 prompts of 64 tokens, answers of 16 to 512
     exact     what `numerics: exact` costs: 8 prompts, beside the same engine without it
     formats   weights in few bits beside bfloat16: the answers to one prompt of 8 tokens, or to several (--prompts)
-    scoring   the same models reading 512 tokens, as they do to score them; only the two tokens behind are counted
+    scoring   the same models reading two texts of 256 tokens, as they do to score them; these tokens are counted
 
 `samples` and `ragged` also tell how full blocks are: the most slots that a live sequence has and does not use, their
 share of all, and the cache's most memory beside that of rows as long as the longest.
@@ -307,8 +307,13 @@ class VLLM:
 Engine = Callable[[Workload], list[list[int]]]
 
 
-def compare(case: str, engines: dict[str, Engine], workload: Workload, rounds: int, **also: Any) -> None:
-    """Runs the engines in turn and prints medians; ratios and agreement are the first's with each other one."""
+def compare(
+    case: str, engines: dict[str, Engine], workload: Workload, rounds: int, *, counted: int | None = None, **also: Any
+) -> None:
+    """Runs the engines in turn and prints medians; ratios and agreement are the first's with each other one.
+
+    counted: the tokens of a run; by default those of the answers.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     answers: dict[str, list[list[int]]] = {}
     for turn in range(rounds + 1):  # the first turn warms up
@@ -317,7 +322,7 @@ def compare(case: str, engines: dict[str, Engine], workload: Workload, rounds: i
             answers[name] = run(workload)
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    tokens = sum(length for _, length in workload)
+    tokens = counted or sum(length for _, length in workload)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     first, *others = engines
     for name in engines:
@@ -413,7 +418,7 @@ def compare_formats(name: str, folder: Path, arguments: argparse.Namespace) -> N
             compare(f"{name} formats answer {count}", engines, asked, arguments.rounds)
     if "scoring" in arguments.cases:
         read = [(prompt, 1) for prompt in random_prompts(2, 256, vocab_size)]
-        compare(f"{name} scoring 512 tokens", engines, read, arguments.rounds)
+        compare(f"{name} scoring", engines, read, arguments.rounds, counted=sum(len(prompt) for prompt, _ in read))
 
 
 def time_engine(arguments: argparse.Namespace) -> None:
