@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -185,6 +186,16 @@ def measure_recall(texts: Sequence[str]) -> None:
     print(f"with one that is dropped. {len(dropped)} dropped, least like a row that stays: {min(closest.values()):.3f}")
 
 
+def curated_from_files(folder: Path) -> tuple[float, int, int]:
+    """Documents a second, bytes over what the process begins with, and rows that stay, of rows.jsonl in a folder."""
+    settings = CurateSettings([Source(path=str(folder / "rows.jsonl"))], [NearDuplicates()], folder / "out", recipe={})
+    before = begin_peak()
+    begin = time.process_time()
+    result = curate(settings)
+    taken = time.process_time() - begin
+    return sum(result.outcomes.values()) / taken, resident_bytes("VmHWM") - before, result.remaining
+
+
 def measure_memory(texts: Sequence[str], count: int, python: str | None) -> None:
     """Peak memory of `danlu data clean` with MinHash alone over many documents, each with some words of its own, and of
     the peer, which has all texts in memory: what both take over what they begin with."""
@@ -199,14 +210,9 @@ def measure_memory(texts: Sequence[str], count: int, python: str | None) -> None
             file.writelines(json.dumps({"text": text}) + "\n" for text in many)
         if python:
             (folder / "texts.json").write_text(json.dumps(many), encoding="utf-8")
-        del many
-        sources = [Source(path=str(folder / "rows.jsonl"))]
-        before = begin_peak()
-        begin = time.process_time()
-        result = curate(CurateSettings(sources, [NearDuplicates()], folder / "out", recipe={}))
-        speed = count / (time.process_time() - begin)
-        added = (resident_bytes("VmHWM") - before) / 2**20
-        print(f"danlu: {speed:,.0f} documents/s, {added:,.0f} MiB, {result.remaining:,} stay", flush=True)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # whose memory has held no texts
+            speed, added, remaining = pool.apply(curated_from_files, (folder,))
+        print(f"danlu: {speed:,.0f} documents/s, {added / 2**20:,.0f} MiB, {remaining:,} stay", flush=True)
         if python:
             report = peer(python, "datasketch", folder / "texts.json")
             speed = count / report["seconds"]

@@ -91,7 +91,7 @@ def test_single_steps_and_statistics(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.usefixtures("_here")
 def test_killed_at_random_instants(workers: int) -> None:
     """Twenty kills, ten with each number of workers: the bytes of a run without any."""
-    write_rows(Path("documents.jsonl"), ({"text": text} for text in texts_of(4 * SHARD_ROWS)))
+    write_rows(Path("documents.jsonl"), ({"text": text} for text in texts_of(2 * SHARD_ROWS)))
     command = [sys.executable, "-P", "-m", "danlu", "data", "clean", "clean.yaml", f"workers={workers}"]
     begin = time.monotonic()
     subprocess.run([*command, "output=whole/out"], check=True, stderr=subprocess.DEVNULL)

@@ -46,7 +46,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self._past = key_of(before, [decisions_key(step) for step in self._steps[first:stop]], conclusion)",
         "        self._past = key_of(before, [step.name for step in self._steps[first:stop]])",
         CURATE,
-        only="measures_nothing_again",
+        only="other_settings",
     ),
     Mutation(
         "production/curate.py",

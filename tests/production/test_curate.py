@@ -18,6 +18,7 @@ from danlu.curation.run_steps import run_steps
 from danlu.curation.steps import Marks
 from danlu.data.sources import read_rows
 from danlu.production import work_files
+from danlu.production.data_set import DataSetWriter
 from danlu.production.ledger import Decision, read_ledger
 from danlu.production.shards import RowColumns, read_shard, split_into_shards
 from danlu.recipe.sections import Source
@@ -129,6 +130,21 @@ def test_killed_at_any_write_it_goes_on(
             kills += 1
             assert not (tmp_path / "out" / "data-card.json").exists()
     assert kills > 3
+    assert bytes_of(tmp_path / "out") == expected
+
+
+def test_killed_before_the_end_it_goes_on_by_other_settings(
+    sources: list[Source], expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(writer: DataSetWriter, card: object) -> None:
+        raise Killed
+
+    steps = [dataclasses.replace(step, words=(9, 1000)) if isinstance(step, GopherRules) else step for step in STEPS]
+    with monkeypatch.context() as patch:
+        patch.setattr(DataSetWriter, "finish", dies)
+        with pytest.raises(Killed):
+            curated(settings_of(sources, tmp_path / "out", steps))
+    curated(settings_of(sources, tmp_path / "out"))
     assert bytes_of(tmp_path / "out") == expected
 
 
