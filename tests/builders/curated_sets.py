@@ -34,7 +34,7 @@ _WORDS = re.findall(
 
 
 def write_rows(file: Path, rows: Iterable[Any]) -> Path:
-    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    file.write_text("".join(f"{json.dumps(row, separators=(',', ':'))}\n" for row in rows), encoding="utf-8")
     return file
 
 
