@@ -15,7 +15,7 @@ from builders.tiny_world import World
 from test_rl_runs import recipe_file
 
 from danlu.assembly.optimizer import optimizer_of
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
 from danlu.planning.rank_memory import rank_states

@@ -14,7 +14,7 @@ from builders.parallel_steps import steps_of
 from builders.planned_memory import counted_states
 from builders.small_experts import BIASED, KINDS, MIXTRAL, experts_config, small_moe
 from danlu.assembly.optimizer import optimizer_of
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.numerics.arithmetic import Fp8Arithmetic
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.parallel.comm import Group

@@ -9,7 +9,7 @@ from torch import nn
 from danlu.assembly.machine_memory import gathered_element_bytes
 from danlu.assembly.parallelize import shards_on_host
 from danlu.core.dtensor import is_dtensor, local_tensor
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.models.config import ModelConfig
 from danlu.numerics.quantized_weight import QuantizedModule
 from danlu.optim.build import Optimizers

@@ -14,7 +14,7 @@ from builders.pretended_ranks import pretended_rank
 from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.optimizer import optimizer_of
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config

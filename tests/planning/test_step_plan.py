@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.parallel.layout import Layout
 from danlu.planning.step_plan import RankMemory, StagePlan, StepPlan, StepSeconds
 

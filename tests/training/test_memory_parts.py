@@ -10,7 +10,7 @@ import torch
 from builders.peak_memory import peak_in
 from builders.tiny_world import World, danlu
 
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.training import loop
 from danlu.training.memory_parts import Activations, memory_line
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.assembly.recipe_adapters import trained_tokens
 from danlu.assembly.stored_base import stored_base
 from danlu.core.safetensors_format import read_header
@@ -33,6 +32,8 @@ def policy_tensors_of(recipe: Recipe, config: ModelConfig, files: Mapping[str, F
 def _file_tensors(recipe: Recipe) -> Iterator[ModelTensor]:
     """The tensors of adapters below the trained one, and of one that is continued, in float32; tensor ranks have them
     whole."""
+    from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter  # here: most recipes have no adapter's folder
+
     last = len(recipe.model.adapters) - 1
     for number, path in enumerate(recipe.model.adapters):
         trained = number == last and isinstance(recipe.adapter, sections.Continue)

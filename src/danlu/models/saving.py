@@ -41,7 +41,6 @@ from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
 from danlu.models.hf_layout import HFTensor, Part, hf_tensors, may_have_untouched, own_name
 from danlu.models.multimodal import TEXT_CONFIG, with_text_values
 from danlu.models.safetensors_io import is_finite, ranges
-from danlu.models.score_head import head_tensors, label_values
 
 _T = TypeVar("_T")
 
@@ -92,6 +91,8 @@ def save(
         return
     own: dict[str, Tensor] = {}
     if score_head is not None:
+        from danlu.models.score_head import head_tensors  # here and below: most models have none
+
         own = head_tensors(score_head)
     tensors += [HFTensor.whole(name, tensor.shape) for name, tensor in own.items()]
     folder = Path(os.path.abspath(folder))
@@ -100,6 +101,8 @@ def save(
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
     eos = values["eos_token_id"]
     if score_head is not None:
+        from danlu.models.score_head import label_values
+
         values |= label_values(score_head, shape.task)
     written: list[HFTensor | KeptTensor] = [*tensors]
     if kept is not None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig

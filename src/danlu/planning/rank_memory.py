@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from danlu.core.types import MemoryParts, Role
+from danlu.core.memory_parts import MemoryParts
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.optim.state_shapes import FLOAT32_BYTES, average_bytes, optimizer_bytes
@@ -25,6 +26,9 @@ from danlu.planning.step_estimate import CriticPass, StepEstimate, stage_config
 from danlu.planning.workload import Workload
 from danlu.recipe import sections
 from danlu.recipe.value import VALUE, value_share
+
+if TYPE_CHECKING:
+    from danlu.core.types import Role
 
 _ROUND = 4
 """Micro-batches for each stage in a step that fills the pipeline."""

@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout
@@ -36,6 +35,9 @@ from danlu.recipe import Recipe
 from danlu.recipe.policy_scores import scores_of, trains_on_pairs
 from danlu.recipe.roles import CachedModel, PolicyWithoutAdapter, RewardModel, frozen_roles, roles_of
 from danlu.recipe.value import value_share
+
+if TYPE_CHECKING:
+    from danlu.core.types import Role
 
 _CPU_TOKENS = 4096
 """Tokens of a micro-batch, at most, where its size is not known."""

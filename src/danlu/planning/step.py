@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.optim.state_shapes import FLOAT32_BYTES
 from danlu.parallel.layout import Layout
 from danlu.parallel.schedules import Action, schedule, unsplit

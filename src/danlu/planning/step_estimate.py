@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from danlu.core.types import WHOLE_SHARE
 from danlu.memory.layer_plan import LayerPlan
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
@@ -186,6 +185,8 @@ class StepEstimate:
             # branch keeps probabilities of its whole path.
             short = SHORT_DOCUMENT * 3 // 2 if is_pair else SHORT_DOCUMENT
             if section.size > 1:
+                from danlu.core.types import WHOLE_SHARE  # here: a plan without context ranks needs no types of batches
+
                 short = min(short, int(WHOLE_SHARE * sequences * length / section.size))
             rows = self._longest(sequences, short, short)[:: section.size]
             mixes.append((tuple(map(_pair if is_pair else _document, rows)), None))

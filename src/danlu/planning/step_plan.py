@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from danlu.core.types import MemoryParts, Role
+from danlu.core.memory_parts import MemoryParts
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from danlu.core.types import Role
 
 
 @dataclass(frozen=True)

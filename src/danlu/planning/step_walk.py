@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from danlu.parallel.schedules import Action
 from danlu.parallel.schedules.messages import UNFINISHED_SENDS
-from danlu.parallel.timeline import TimelineEvent
 from danlu.planning.layer_memory import PassBytes
+
+if TYPE_CHECKING:
+    from danlu.parallel.timeline import TimelineEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from danlu.core.types import Role
 from danlu.memory.layer_plan import Kind, LayerPlan, plan_of_layers
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, parameter_shapes
@@ -26,6 +25,7 @@ from danlu.recipe import Recipe
 if TYPE_CHECKING:
     import numpy as np
 
+    from danlu.core.types import Role
     from danlu.planning.rollout_lengths import RolloutLengths
     from danlu.planning.row_batches import RowBatches
 

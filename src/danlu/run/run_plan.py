@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from danlu.assembly.machine_memory import free_bytes, gpus_of_torch, kernels_name, processes_here
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import DanluError
+from danlu.core.memory_parts import MemoryParts
 from danlu.core.run_files import PLAN
-from danlu.core.types import MemoryParts
 from danlu.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.core.errors import RecipeError, TrainingError
+from danlu.core.memory_parts import MemoryParts
 from danlu.core.types import (
     Loss,
-    MemoryParts,
     Objective,
     Outputs,
     Role,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.core.errors import RecipeError
+from danlu.core.memory_parts import MemoryParts
 from danlu.core.shard_box import BoxValue
-from danlu.core.types import Batch, HeadObjective, Item, MemoryParts, Objective, Outputs, Role, Sample, Task
+from danlu.core.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
 from danlu.data.samples import Samples
 from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.parallel.parallel_context import ParallelContext

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from danlu.assembly.base_model import find_base
 from danlu.assembly.recipe_adapters import base_config
-from danlu.assembly.score_head import score_head_shape
 from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_layout import SCORE
@@ -65,6 +64,8 @@ def resolve_reward_model(path: str) -> ResolvedModel:
 
 def _check_head(resolved: ResolvedModel) -> None:
     """Raises ModelError for a head that is no reward's, by the headers of its files."""
+    from danlu.assembly.score_head import score_head_shape  # here: most recipes have no reward model
+
     config, path = resolved.config, resolved.given_path
     shape = score_head_shape(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
     if shape is None:

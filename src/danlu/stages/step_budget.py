@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from danlu.assembly.parameters import model_bytes, own_name
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import dense_workspace_bytes
 from danlu.objectives.loss_memory import workspace_bytes

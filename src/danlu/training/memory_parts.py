@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.dtensor import local_tensor
-from danlu.core.types import MemoryParts
+from danlu.core.memory_parts import MemoryParts
 from danlu.training.metrics import peak_memory_bytes
 from danlu.training.units import format_bytes
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import ResourceError
+from danlu.core.memory_parts import MemoryParts
 from danlu.core.run_files import SUMMARY
-from danlu.core.types import MemoryParts
 from danlu.optim.schedules import multiplier
 from danlu.training.criterion import LOSS
 from danlu.training.metrics import json_value, peak_memory_bytes, read_metrics
