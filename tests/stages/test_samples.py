@@ -77,7 +77,7 @@ def test_samples_in_bf16_follow_the_weights_as_they_are_trained(
 ) -> None:
     """Decoding multiplies with bfloat16 copies of the float32 weights, which must not outlive an update of these."""
     if not drops_copies:
-        monkeypatch.setattr(PackedWeights, "clear", lambda packed_weights: None)
+        monkeypatch.setattr(PackedWeights, "clear_trained", lambda packed_weights: None)
     gaps = [line["rollout_gap_mean"] for line in recorded(tiny_world, tmp_path / "run", precision="bf16", steps=6)[1]]
     if drops_copies:
         assert max(gaps) < 0.02
