@@ -33,7 +33,8 @@ from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parallelize import place, subject_of
 from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError, RecipeError
-from danlu.core.memory_parts import MemoryParts, Pack, Sample
+from danlu.core.memory_parts import MemoryParts
+from danlu.core.types import Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.tokenizer_info import TokenizerInfo
 from danlu.models.config import ModelConfig, parameter_shapes
