@@ -15,6 +15,7 @@ import pytest
 from builders.curated_sets import bytes_of, texts_of, write_rows, write_sources
 from builders.tiny_world import danlu
 
+from danlu.curation.personal.step import Personal as PersonalStep
 from danlu.production.ledger import read_ledger
 from danlu.production.shards import SHARD_ROWS
 
@@ -68,6 +69,28 @@ def test_clean_explain_and_report(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out/notes.txt").touch()
     assert danlu("data", "clean", "clean.yaml") == 6
     assert "holds something other than a data set of danlu (notes.txt)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_bad_row_and_ctrl_c_say_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(PersonalStep, "measure", interrupt)
+        assert danlu("data", "clean", "clean.yaml") == 130
+    assert "what is done is kept in out, and the same command goes on from there" in capsys.readouterr().err
+    assert danlu("data", "clean", "clean.yaml") == 0
+
+    with Path("documents.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"text": 5}\n')
+    assert danlu("data", "clean", "clean.yaml", "--overwrite") == 3
+    said = capsys.readouterr().err
+    assert "'text' must be a string, not an int" in said and "Set on_bad_row: skip" in said
+    assert danlu("data", "clean", "clean.yaml", "--overwrite", "on_bad_row=skip") == 0
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.usefixtures("_here")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from danlu.core.errors import Stopped
 from danlu.core.terminal import echo, print_status
 
 if TYPE_CHECKING:
@@ -63,7 +65,13 @@ def _curate(recipe: CurateRecipe, overwrite: bool) -> None:
         keep_marks=recipe.keep_marks,
         overwrite=overwrite,
     )
-    _print_outcome(curate(settings, log=print_status))
+    try:
+        result = curate(settings, log=print_status)
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        message = f"stopped at once; what is done is kept in {settings.folder}, and the same command goes on from there"
+        raise Stopped(number, message) from None
+    _print_outcome(result)
 
 
 def _print_outcome(result: Curated) -> None:

@@ -252,7 +252,7 @@ class PackedWeights:
         return products[key]
 
     def _with_room(self, product: FewRowProduct | None) -> FewRowProduct | None:
-        """A product whose copies are counted from now on; None where they have no room."""
+        """A product, with its copies counted from now on; None where they have no room."""
         if product is None or not self._has_room(product.copied_bytes):
             return None
         self._few_row_bytes += product.copied_bytes

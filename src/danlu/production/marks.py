@@ -22,7 +22,7 @@ _EDGES = (0.5, 99.5)  # percentiles; what lies beyond is counted in the bins at 
 
 
 def bounds_of(step: Step) -> Bounds:
-    """The bounds of a step that has rules, by mark; empty for one whose marks are no numbers to compare."""
+    """The bounds of a step that has rules, by mark; empty for one that compares no numbers."""
     if isinstance(step, Language):
         return {"probability": [step.at_least]}
     rules: Sequence[Rule] = getattr(step, "rules", ())
@@ -54,7 +54,7 @@ class Histogram:
 
 
 def histograms(work: Path, bounds: Mapping[str, Bounds]) -> Iterator[Histogram]:
-    """A histogram of each mark with bounds, of all rows whose marks a work folder has.
+    """A histogram of each mark with bounds, of all rows with marks in a work folder.
 
     bounds: by step, as the card of a data set has them.
     """

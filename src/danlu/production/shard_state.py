@@ -59,7 +59,9 @@ class ShardState:
                 accounts.append(_Account(rows[number].id))
                 continue
             if not skip_bad:
-                raise DataError(columns.message)
+                raise DataError(
+                    f"{columns.message}\nSet on_bad_row: skip in a recipe to drop such rows, with their accounts"
+                )
             decision = Decision(READING, "drop", f"{CANNOT_BE_READ}: {columns.message}")
             row_id = bad_row_id(content.shard, number, content.line(number))
             accounts.append(_Account(row_id, "dropped", [decision]))

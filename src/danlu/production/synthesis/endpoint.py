@@ -17,7 +17,7 @@ from danlu.production.synthesis.requests import Answered, Completion, Key, Messa
 MOST_BYTES = 64 * 2**20
 """The most bytes of a server's reply: of long answers with the log-probabilities of many tokens."""
 GARBLED_TRIES = 3
-"""How often a request is made whose reply is no completion."""
+"""How often a request is made where each reply is no completion."""
 FATAL_STATUSES = (401, 403, 404)
 """Refusals that concern every request: the key, or the name of the model."""
 REFUSALS_AT_FIRST = 16

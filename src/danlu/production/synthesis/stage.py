@@ -68,7 +68,7 @@ class Synthesized:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe whose files are read, and whose models are there."""
+    """A recipe after its files were read and its models looked for."""
 
     recipe: SynthesizeRecipe
     rows: list[Candidate]

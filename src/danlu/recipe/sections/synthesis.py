@@ -128,7 +128,7 @@ class MagpieStep(_Asking):
 
     kind: Literal["magpie"] = "magpie"
     rows: PositiveInt
-    """Requests to make; those whose answer is no row are not made again."""
+    """Requests to make. A request that gives no row is not made again."""
     header: str | None = None
     """The text of the chat template before a user's first turn. A model of this machine has it; for a server, which
     must take raw prompts (POST /completions), it is needed."""

@@ -1,4 +1,4 @@
-"""Evol-Instruct (WizardLM, arXiv:2304.12244): instructions rewritten into harder ones, or into rarer ones beside them.
+"""Evol-Instruct (WizardLM, arXiv:2304.12244): instructions rewritten into harder ones, or into rarer ones like them.
 
 The paper asks a model whether the new instruction is the old one again; here ROUGE-L decides, which costs nothing.
 """
@@ -33,7 +33,7 @@ class Evolve:
 
     Attributes:
         operations: names in OPERATIONS, each equally likely.
-        novelty: a rewriting whose ROUGE-L with the instruction is this much or more is dropped.
+        novelty: a rewriting is dropped if its ROUGE-L with the instruction is this much or more.
         request: with the temperature and the bound of tokens.
     """
 

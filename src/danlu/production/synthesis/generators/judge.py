@@ -111,7 +111,7 @@ class Marks:
     Attributes:
         scores: the mean of each answer's votes; None where none was read.
         votes: how many votes each answer has.
-        unread: replies that could not be read, those among them whose other order could not be.
+        unread: replies that could not be read, and those to the other order of the same pair.
         first_over_second: of each swapped vote, how much more an answer gets in the first place than in the second.
     """
 
